@@ -1,0 +1,1 @@
+"""Plans runs, feeds the queue and watches the result; never imports torch."""

@@ -1,0 +1,1 @@
+"""The contract that producer, workers, readers and trainers share."""

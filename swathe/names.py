@@ -1,0 +1,104 @@
+"""The one place where keys of the store and names in Redis are spelled.
+
+Keys are relative to a run's root, with ``/`` between parts, in every kind of store.
+"""
+
+import re
+import secrets
+from typing import Final
+
+from swathe.spec import RangeId, RunId
+
+RUN: Final = "run.json"
+PROVENANCE: Final = "provenance.json"
+REJECTED: Final = "rejected.jsonl"
+TOKENS: Final = "tokens/"
+TOKEN_ROWS: Final = "tokens/rows.parquet"
+STATES: Final = "states/"
+CANARIES: Final = "canaries/"
+FINAL_NORM: Final = "final_norm.safetensors"
+MANIFEST: Final = "manifest.json"
+ROWS: Final = "rows.parquet"
+
+JOB_FUNCTION: Final = "swathe.extract_range"
+"""The only function a worker executes. A name for the allow list, never imported."""
+
+_RECORD = re.compile(r"states/(\d{6,})\.json")
+_FAILED = re.compile(r"states/(\d{6,})\.failed\.json")
+_SHARD = re.compile(r"states/(\d{6,})-([0-9a-f]{12})\.safetensors")
+
+
+def token_file(index: int) -> str:
+    """Key of the ``index``-th file of planned tokens."""
+    return f"{TOKENS}{index:05d}.safetensors"
+
+
+def new_attempt() -> str:
+    """A fresh attempt id: 12 hex digits, so that two attempts at one range never share a shard's name."""
+    return secrets.token_hex(6)
+
+
+def shard(range_id: RangeId, attempt: str) -> str:
+    """Key of the shard that one attempt at a range writes."""
+    return f"{STATES}{range_id:06d}-{attempt}.safetensors"
+
+
+def record(range_id: RangeId) -> str:
+    """Key of the record whose existence commits a range."""
+    return f"{STATES}{range_id:06d}.json"
+
+
+def failed(range_id: RangeId) -> str:
+    """Key of the durable marker of a range that was set aside."""
+    return f"{STATES}{range_id:06d}.failed.json"
+
+
+def canary(range_id: RangeId) -> str:
+    """Key of the result of a canary taken on a range."""
+    return f"{CANARIES}{range_id:06d}.json"
+
+
+def record_range(key: str) -> RangeId | None:
+    """The range whose record this key is, or None."""
+    match = _RECORD.fullmatch(key)
+    return RangeId(int(match[1])) if match else None
+
+
+def failed_range(key: str) -> RangeId | None:
+    """The range whose failure marker this key is, or None."""
+    match = _FAILED.fullmatch(key)
+    return RangeId(int(match[1])) if match else None
+
+
+def shard_range(key: str) -> RangeId | None:
+    """The range whose shard (of any attempt) this key is, or None."""
+    match = _SHARD.fullmatch(key)
+    return RangeId(int(match[1])) if match else None
+
+
+def queue(model_key: str) -> str:
+    """Name of the rq queue of one model."""
+    return f"swathe-{model_key}"
+
+
+def job(run_id: RunId, range_id: RangeId) -> str:
+    """Rq job id of a range; the same range always has the same id, so it cannot be queued twice."""
+    return f"{run_id}-{range_id:06d}"
+
+
+def job_range(job_id: str) -> tuple[RunId, RangeId] | None:
+    """The run and range of a job id, or None when it is not one of ours."""
+    run_id, _, digits = job_id.rpartition("-")
+    if not run_id or not digits.isdecimal():
+        return None
+    return RunId(run_id), RangeId(int(digits))
+
+
+def runs_key() -> str:
+    """Redis hash of the runs the fleet knows: run_id -> run URL."""
+    return "swathe:runs"
+
+
+def worker_key(worker: str) -> str:
+    """Redis key (with a time to live) of what a live worker says about itself, as JSON."""
+    return f"swathe:worker:{worker}"

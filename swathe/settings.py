@@ -1,0 +1,50 @@
+"""Settings from the environment, read once by a command line and passed down."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from swathe.errors import ConfigError
+
+
+class Settings(BaseSettings):
+    """Every ``SWATHE_*`` variable, plus REDIS_URL under its usual name."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SWATHE_", env_nested_delimiter="__", frozen=True, extra="ignore"
+    )
+
+    redis_url: SecretStr | None = Field(default=None, validation_alias="REDIS_URL")
+    """A password may stand in it, so it is never logged; ``queue.describe`` gives a safe form."""
+    state_dir: Path = Field(default_factory=lambda: Path.home() / ".local" / "state" / "swathe")
+    """Where an embedded server keeps its files, one folder for each run_id."""
+    store_roots: tuple[str, ...] = ()
+    """Folders or s3:// prefixes below which a worker opens runs; empty allows only the runs it was started for."""
+    model_roots: tuple[Path, ...] = ()
+    """Folders searched for a run's model on this node before the hub's cache."""
+    log_format: Literal["auto", "console", "json"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    kernels: Literal["auto", "reference"] = "auto"
+    """``reference`` turns every fast kernel off."""
+    jobs_in_flight: int = Field(default=3, ge=2, le=64)
+    """Ranges a worker holds at once: one computing, the others being read or stored."""
+    lease_s: float = Field(default=15.0, gt=0)
+    heartbeat_s: float = Field(default=3.0, gt=0)
+    drain_s: float = Field(default=60.0, gt=0)
+    """Bound of a worker's orderly stop."""
+    max_batch_tokens: int | None = Field(default=None, ge=1)
+    """Tokens a worker puts through the model at once; unset: the range's own size, or what memory allows."""
+
+
+def read_settings() -> Settings:
+    """Read the environment. Raises ConfigError naming the variable."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        name = "_".join(str(part) for part in first["loc"]).upper()
+        name = name if name == "REDIS_URL" else f"SWATHE_{name}"
+        msg = f"{name}: {first['msg']}"
+        raise ConfigError(msg) from None
