@@ -1,0 +1,233 @@
+"""Sealing: from records to manifest.json and rows.parquet.
+
+Both files are derived from run.json, tokens/ and the records alone, so sealing twice, or on two nodes at once, writes
+the same bytes. rows.parquet is in the order of the user's rows; manifest.json is written last and its existence
+says that the run is complete.
+"""
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from swathe import codec, names
+from swathe.errors import IncompleteRunError, IntegrityError
+from swathe.records import RunState, RunWatcher, read_failed, read_run
+from swathe.spec import (
+    FORMAT_VERSION,
+    LayerSlot,
+    RangeId,
+    RunId,
+    RunSpec,
+    StoredDtype,
+    from_json,
+    to_json,
+)
+from swathe.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    """A committed shard. ``key`` is None for a range whose samples are all quarantined."""
+
+    range_id: RangeId
+    key: str | None
+    size_bytes: int
+    xxh3: str
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounts:
+    """stored + rejected + quarantined = rows."""
+
+    rows: int
+    stored: int
+    rejected: int
+    quarantined: int
+    tokens: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """manifest.json. ``software`` and ``kernels`` list the distinct sets that wrote the shards."""
+
+    format_version: int = FORMAT_VERSION
+    run_id: RunId
+    fingerprint: str
+    layers: tuple[LayerSlot, ...]
+    stored_dtype: StoredDtype
+    hidden_size: int
+    random_weights: bool
+    accounts: Accounts
+    software: tuple[dict[str, str], ...]
+    kernels: tuple[dict[str, str], ...]
+    shards: tuple[ShardEntry, ...]
+
+
+def seal(store: Store, state: RunState | None = None) -> Manifest:
+    """Write rows.parquet and manifest.json of a complete run; an already sealed run is returned as it is.
+
+    Raises IncompleteRunError when ranges are open or set aside, too many samples are quarantined or rows are
+    unaccounted for, and IntegrityError when a record contradicts the plan.
+    """
+    spec = state.spec if state else read_run(store)
+    state = state or RunWatcher(store, spec).read()
+    _require_complete(store, state)
+    if state.sealed:
+        manifest = read_manifest(store)
+        if manifest.run_id == spec.run_id and manifest.shards == tuple(_entries(state)):
+            return manifest
+    table = index_rows(store, state)
+    buffer = io.BytesIO()
+    # Plain pages: the reader maps the file and takes the columns as they lie.
+    pq.write_table(table, buffer, compression="NONE", use_dictionary=False)
+    store.write(names.ROWS, [buffer.getbuffer()])
+    manifest = _manifest(state)
+    store.write(names.MANIFEST, [to_json(manifest, indent=1)])
+    return manifest
+
+
+def read_manifest(store: Store) -> Manifest:
+    """The manifest of a sealed run. Raises ObjectMissingError when the run is not sealed."""
+    return from_json(Manifest, store.read(names.MANIFEST), origin=f"{store.url}/{names.MANIFEST}")
+
+
+def index_rows(store: Store, state: RunState) -> pa.Table:
+    """Where each stored sample lies: row, id, shard (range id), offset and length in tokens, by user's row.
+
+    Ranges without a record are left out, so the index of a run that goes on can be had too.
+    Raises IntegrityError when a record's counts are not what the plan says.
+    """
+    planned = pq.read_table(io.BytesIO(store.read(names.TOKEN_ROWS)))
+    rows: NDArray[Any] = planned["row"].to_numpy()
+    lengths = planned["length"].to_numpy().astype("i8")
+    starts = _range_starts(store, state.spec)
+    shard = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    kept = np.isin(shard, np.fromiter(state.records, dtype="i8", count=len(state.records)))
+    bad = [sample.row for record in state.records.values() for sample in record.quarantined]
+    kept &= ~np.isin(rows, np.array(bad, dtype="i8"))
+    weights = np.where(kept, lengths, 0)
+    ends = np.concatenate([[0], np.cumsum(weights)])
+    offsets = ends[:-1] - ends[starts[shard]]
+    _check_counts(store, state, starts, np.concatenate([[0], np.cumsum(kept)]), ends)
+    order = np.flatnonzero(kept)
+    order = order[np.argsort(rows[order], kind="stable")]
+    return pa.table({
+        "row": rows[order],
+        "id": planned["id"].take(pa.array(order)),
+        "shard": shard[order].astype("i4"),
+        "offset": offsets[order],
+        "length": lengths[order].astype("i4"),
+    })  # fmt: skip
+
+
+def _range_starts(store: Store, spec: RunSpec) -> NDArray[np.int64]:
+    """Place in the plan of each range's first sample, and the end: int64 [ranges + 1]."""
+    parts: list[NDArray[np.int64]] = []
+    for file in spec.token_files:
+        header = codec.read_header(
+            lambda offset, size, name=file.name: store.read_range(name, offset, size),  # type: ignore[misc]
+            origin=f"{store.url}/{file.name}",
+        )
+        info = header.tensors["range_starts"]
+        array = codec.to_array(info, store.read_range(file.name, info.offset, info.size_bytes))
+        parts.append(array[:-1] + file.first_sample)
+    return np.concatenate([*parts, [spec.totals.samples]])
+
+
+def _check_counts(
+    store: Store,
+    state: RunState,
+    starts: NDArray[np.int64],
+    kept_before: NDArray[np.int64],
+    tokens_before: NDArray[np.int64],
+) -> None:
+    for range_id, record in state.records.items():
+        first, stop = starts[range_id], starts[range_id + 1]
+        samples = int(kept_before[stop] - kept_before[first])
+        tokens = int(tokens_before[stop] - tokens_before[first])
+        if (samples, tokens) != (record.samples, record.tokens):
+            key = names.record(range_id)
+            msg = (
+                f"{store.url}/{key}: {record.samples} samples and {record.tokens} tokens recorded, the plan has "
+                f"{samples} and {tokens}; withdraw it with: swathe verify --repair"
+            )
+            raise IntegrityError(msg, key=key)
+
+
+def _require_complete(store: Store, state: RunState) -> None:
+    if state.invalid:
+        key = names.record(min(state.invalid))
+        msg = f"{store.url}: {len(state.invalid)} records are unreadable, first {key}; run: swathe verify --repair"
+        raise IntegrityError(msg, key=key)
+    if state.failed:
+        first = min(state.failed)
+        reason = read_failed(store, first).reason
+        msg = (
+            f"{store.url}: {len(state.failed)} ranges are set aside, first {first} ({reason}); "
+            "bring them back with: swathe retry"
+        )
+        raise IncompleteRunError(msg)
+    if missing := state.missing:
+        msg = f"{store.url}: {len(missing)} of {state.spec.totals.ranges} ranges are not stored yet"
+        raise IncompleteRunError(msg)
+    if state.too_many_quarantined:
+        msg = (
+            f"{store.url}: {state.quarantined_samples} samples are quarantined, more than "
+            f"{state.spec.policies.max_quarantined_ratio:g} of {state.spec.totals.rows} rows; look at the reasons in "
+            "states/*.json before anything is trained on this run"
+        )
+        raise IncompleteRunError(msg)
+    if not state.accounted:
+        msg = (
+            f"{store.url}: stored {state.stored_samples} + rejected {state.spec.totals.rejected} + quarantined "
+            f"{state.quarantined_samples} are not the {state.spec.totals.rows} rows of the data set"
+        )
+        raise IntegrityError(msg, key=names.RUN)
+
+
+def _entries(state: RunState) -> Iterable[ShardEntry]:
+    for range_id, record in state.records.items():
+        yield ShardEntry(
+            range_id=range_id,
+            key=record.shard,
+            size_bytes=record.size_bytes,
+            xxh3=record.xxh3,
+            samples=record.samples,
+            tokens=record.tokens,
+        )
+
+
+def _manifest(state: RunState) -> Manifest:
+    spec, records = state.spec, state.records.values()
+    return Manifest(
+        run_id=spec.run_id,
+        fingerprint=spec.fingerprint,
+        layers=spec.layers,
+        stored_dtype=spec.stored_dtype,
+        hidden_size=spec.model.hidden_size,
+        random_weights=spec.model.random_weights,
+        accounts=Accounts(
+            rows=spec.totals.rows,
+            stored=state.stored_samples,
+            rejected=spec.totals.rejected,
+            quarantined=state.quarantined_samples,
+            tokens=state.stored_tokens,
+            size_bytes=state.stored_bytes,
+        ),
+        software=_distinct(record.software for record in records),
+        kernels=_distinct(record.kernels for record in records),
+        shards=tuple(_entries(state)),
+    )
+
+
+def _distinct(sets: Iterable[dict[str, str]]) -> tuple[dict[str, str], ...]:
+    return tuple(dict(items) for items in sorted({tuple(sorted(one.items())) for one in sets}))
