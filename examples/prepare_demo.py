@@ -25,7 +25,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=cache / "swathe" / "demo")
     out: Path = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for target, make in ((out / "smollm2-135m", convert_model), (out / "chitchat.jsonl", write_chats)):
+    for target, make in (
+        (out / "smollm2-135m", convert_model),
+        (out / "chitchat.jsonl", write_chats),
+    ):
         if target.exists():
             print(f"have {target}")
             continue

@@ -105,7 +105,10 @@ def _wait_until_ready(process: subprocess.Popen[bytes], socket: Path, folder: Pa
         try:
             with redis.Redis(unix_socket_path=str(socket), socket_timeout=1) as client:
                 client.ping()
-        except (redis.ConnectionError, redis.TimeoutError):  # includes "loading the append-only file"
+        except (
+            redis.ConnectionError,
+            redis.TimeoutError,
+        ):  # includes "loading the append-only file"
             time.sleep(0.05)
         else:
             return

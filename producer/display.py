@@ -1,0 +1,195 @@
+"""What a person sees while a run goes on: a live table on a terminal, a plain line now and then elsewhere."""
+
+import sys
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from swathe.records import RunState
+
+_PLAIN_EVERY_S: Final = 10.0
+_WINDOW_S: Final = 60.0
+_STAGE_WORDS: Final = {
+    "read": "reading the plan's tokens",
+    "input_wait": "waiting for input",
+    "forward": "computing",
+    "copy": "copying from the device",
+    "buffer_wait": "waiting for a free buffer",
+    "encode": "encoding",
+    "write": "writing to the store",
+    "load": "loading the model",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything a display needs at one moment. ``stage_seconds`` are totals over all live workers."""
+
+    state: RunState
+    workers: int | None = None
+    queued: int | None = None
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Speed over the last minute; None until something was stored."""
+
+    samples_s: float | None
+    tokens_s: float | None
+    bytes_s: float | None
+    eta_s: float | None
+
+
+class Pace:
+    """Speeds from successive snapshots, over a sliding minute."""
+
+    def __init__(self) -> None:
+        self._points: list[tuple[float, int, int, int]] = []
+
+    def add(self, state: RunState, now_s: float) -> Rates:
+        """Take one snapshot at a monotonic time and tell the current speed."""
+        point = (now_s, state.stored_samples, state.stored_tokens, state.stored_bytes)
+        self._points.append(point)
+        while now_s - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
+            self._points.pop(0)
+        first = self._points[0]
+        seconds = now_s - first[0]
+        if seconds <= 0 or point[2] == first[2]:
+            return Rates(samples_s=None, tokens_s=None, bytes_s=None, eta_s=None)
+        tokens_s = (point[2] - first[2]) / seconds
+        return Rates(
+            samples_s=(point[1] - first[1]) / seconds,
+            tokens_s=tokens_s,
+            bytes_s=(point[3] - first[3]) / seconds,
+            eta_s=(state.spec.totals.tokens - state.stored_tokens) / tokens_s,
+        )
+
+
+class Display:
+    """Shows snapshots until it is closed; use it as a context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=False)
+        self._pace = Pace()
+        self._last_plain_s = float("-inf")
+        self._last_stages: dict[str, float] = {}
+        self._limiting = ""
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show one snapshot."""
+        now_s = time.monotonic()
+        rates = self._pace.add(snapshot.state, now_s)
+        self._note_stages(snapshot.stage_seconds)
+        if self._console.is_terminal:
+            self._live.update(self._table(snapshot, rates), refresh=True)
+        elif now_s - self._last_plain_s >= _PLAIN_EVERY_S or snapshot.state.complete:
+            self._last_plain_s = now_s
+            print(self._line(snapshot, rates), file=sys.stderr, flush=True)  # noqa: T201
+
+    def _note_stages(self, totals: dict[str, float]) -> None:
+        grown = {name: totals[name] - self._last_stages.get(name, 0.0) for name in totals}
+        self._last_stages = totals
+        limiting = limiting_stage(grown)
+        self._limiting = limiting or self._limiting
+
+    def _line(self, snapshot: Snapshot, rates: Rates) -> str:
+        state = snapshot.state
+        parts = [
+            f"{len(state.records)}/{state.spec.totals.ranges} ranges",
+            f"{state.stored_samples} samples",
+            f"{size_text(state.stored_bytes)} stored",
+        ]
+        if rates.samples_s is not None and rates.tokens_s is not None and rates.bytes_s is not None:
+            parts += [
+                f"{rates.samples_s:.1f} samples/s",
+                f"{rates.tokens_s:,.0f} tokens/s",
+                f"{size_text(rates.bytes_s)}/s",
+            ]
+        if rates.eta_s is not None and not state.complete:
+            parts.append(f"{duration_text(rates.eta_s)} left")
+        if state.failed:
+            parts.append(f"{len(state.failed)} set aside")
+        if self._limiting:
+            parts.append(f"limited by {self._limiting}")
+        return " · ".join(parts)
+
+    def _table(self, snapshot: Snapshot, rates: Rates) -> RenderableType:
+        state = snapshot.state
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim")
+        table.add_column()
+        bar = ProgressBar(total=state.spec.totals.ranges, completed=len(state.records), width=40)
+        table.add_row("ranges", bar)
+        table.add_row("", f"{len(state.records)} of {state.spec.totals.ranges}")
+        table.add_row(
+            "stored", f"{state.stored_samples:,} samples · {size_text(state.stored_bytes)}"
+        )
+        if rates.samples_s is not None and rates.tokens_s is not None and rates.bytes_s is not None:
+            speed = f"{rates.samples_s:.1f} samples/s · {rates.tokens_s:,.0f} tokens/s"
+            table.add_row("speed", f"{speed} · {size_text(rates.bytes_s)}/s")
+        if rates.eta_s is not None:
+            table.add_row("left", duration_text(rates.eta_s))
+        if snapshot.workers is not None:
+            table.add_row("workers", f"{snapshot.workers} · {snapshot.queued or 0} ranges queued")
+        if self._limiting:
+            table.add_row("limited by", self._limiting)
+        if state.failed:
+            return Group(table, Text(f"{len(state.failed)} ranges set aside", style="red"))
+        return table
+
+
+def limiting_stage(grown: dict[str, float]) -> str:
+    """The stage that held the device up most since the last look, in words; empty when nothing ran."""
+    known = {
+        name: seconds for name, seconds in grown.items() if name in _STAGE_WORDS and seconds > 0
+    }
+    if not known:
+        return ""
+    # Reading and writing run beside the device: they limit only through the waiting that they cause.
+    waiting = {
+        name: known.get(name, 0.0)
+        for name in ("input_wait", "forward", "copy", "buffer_wait", "load")
+    }
+    worst = max(waiting, key=lambda name: waiting[name])
+    return _STAGE_WORDS["write" if worst == "buffer_wait" else worst] if waiting[worst] else ""
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes in the unit that reads best."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size_bytes) < 1000:
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.2f} TB"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as a person says them."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,0 +1,188 @@
+"""Verification of a run's committed shards against their records, the plan and themselves.
+
+Quick: each record's shard is there, of the recorded size, with the header the run promises. Full: all bytes are read
+once; the hash is the recorded one, ids, masks and rows are the planned ones, and every stored vector is finite and
+not all zero (a right-length file with a zeroed tail passes every weaker test).
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from swathe.tokens import RangeTokens, TokenReader
+
+from swathe import codec, names
+from swathe.errors import FormatError, StoreError
+from swathe.records import RunState, RunWatcher, read_run
+from swathe.spec import RangeId, RangeRecord, RunSpec
+from swathe.store import Store
+
+_EXPONENT: Final = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+_BITS: Final = {"bfloat16": "u2", "float16": "u2", "float32": "u4"}
+_CHUNK_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What is wrong, by range. ``missing`` ranges have no record; ``damaged`` have one that does not hold."""
+
+    checked: int
+    full: bool
+    missing: tuple[RangeId, ...]
+    failed: tuple[RangeId, ...]
+    damaged: dict[RangeId, str] = field(default_factory=dict)
+    sealed: bool
+
+    @property
+    def ok(self) -> bool:
+        """Complete and undamaged."""
+        return not (self.missing or self.failed or self.damaged)
+
+
+def verify(
+    store: Store, *, full: bool = False, progress: Callable[[int, int], None] | None = None
+) -> Verification:
+    """Check every record of a run; ``progress(done, all)`` is told after each range."""
+    spec = read_run(store)
+    state = RunWatcher(store, spec).read()
+    damaged = dict.fromkeys(state.invalid, "unreadable or foreign record")
+    check = _Checker(store, spec, full=full)
+    workers = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, "verify") as pool:
+        results = pool.map(check, state.records.values())
+        for done, (record, problem) in enumerate(
+            zip(state.records.values(), results, strict=True), start=1
+        ):
+            if problem:
+                damaged[record.range_id] = problem
+            if progress:
+                progress(done, len(state.records))
+    return Verification(
+        checked=len(state.records),
+        full=full,
+        missing=tuple(i for i in state.missing if i not in state.invalid),
+        failed=tuple(sorted(state.failed)),
+        damaged=dict(sorted(damaged.items())),
+        sealed=state.sealed,
+    )
+
+
+def withdraw(store: Store, state: RunState, range_ids: list[RangeId]) -> None:
+    """Take back the records of damaged ranges, so that exactly these are done again.
+
+    The manifest goes first (the run is no longer complete), each record before its shard.
+    """
+    if not range_ids:
+        return
+    store.delete(names.MANIFEST)
+    for range_id in range_ids:
+        record = state.records.get(range_id)
+        store.delete(names.record(range_id))
+        if record is not None and record.shard is not None:
+            store.delete(record.shard)
+
+
+class _Checker:
+    """Checks one record; called from several threads."""
+
+    def __init__(self, store: Store, spec: RunSpec, *, full: bool) -> None:
+        self._store = store
+        self._spec = spec
+        self._full = full
+        self._tokens = TokenReader(store, spec)
+
+    def __call__(self, record: RangeRecord) -> str | None:
+        """What is wrong with the range, in words, or None. StoreError passes: it says nothing of the data."""
+        if record.shard is None:
+            return (
+                None
+                if record.samples == 0
+                else f"{record.samples} samples recorded without a shard"
+            )
+        info = self._store.stat(record.shard)
+        if info is None:
+            return f"shard {record.shard} is missing"
+        if info.size_bytes != record.size_bytes:
+            return f"shard has {info.size_bytes} bytes, {record.size_bytes} recorded"
+        try:
+            header = codec.read_header(
+                lambda at, size: self._store.read_range(record.shard or "", at, size),
+                origin=record.shard,
+            )
+        except (FormatError, StoreError) as error:
+            return str(error)
+        return next(self._problems(record, header), None)
+
+    def _problems(self, record: RangeRecord, header: codec.Header) -> Iterator[str]:
+        spec = self._spec
+        if header.size_bytes != record.size_bytes:
+            yield f"header promises {header.size_bytes} bytes, the shard has {record.size_bytes}"
+        if header.metadata.get("fingerprint") != spec.fingerprint:
+            yield "shard of another run (its header's fingerprint differs)"
+        states = header.tensors.get("hidden_states")
+        shape = (record.tokens, len(spec.layers), spec.model.hidden_size)
+        if states is None or states.shape != shape or states.dtype != spec.stored_dtype:
+            yield f"hidden_states is not {spec.stored_dtype} {list(shape)}"
+        elif self._full:
+            yield from self._content(record, header)
+
+    def _content(self, record: RangeRecord, header: codec.Header) -> Iterator[str]:
+        data = memoryview(self._store.read(record.shard or ""))
+        if xxhash.xxh3_128_hexdigest(data) != record.xxh3:
+            yield "content does not have the recorded hash"
+
+        def tensor(name: str) -> codec.Array:
+            info = header.tensors[name]
+            return codec.to_array(info, data[info.offset : info.offset + info.size_bytes])
+
+        planned = _without(
+            self._tokens.read_range(record.range_id), [bad.row for bad in record.quarantined]
+        )
+        for name, wanted in (
+            ("row", planned.rows),
+            ("offsets", planned.offsets),
+            ("input_ids", planned.input_ids),
+            ("loss_mask", planned.loss_mask),
+        ):
+            if not np.array_equal(tensor(name), wanted):
+                yield f"{name} is not what the plan says"
+        yield from _bad_vectors(tensor("hidden_states"), self._spec.stored_dtype)
+
+
+def _bad_vectors(states_TKH: codec.Array, dtype: str) -> Iterator[str]:  # noqa: N803
+    """Name the first vector that is not finite or is all zero. Works on raw bits: numpy has no bfloat16."""
+    bits = np.ascontiguousarray(states_TKH).view(_BITS[dtype])
+    exponent = _EXPONENT[dtype]
+    row_bytes = bits[:1].nbytes or 1
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for first in range(0, len(bits), step):
+        part = bits[first : first + step]
+        infinite = ((part & exponent) == exponent).any(axis=2)
+        if infinite.any():
+            token, slot = np.argwhere(infinite)[0]
+            yield f"token {first + token} slot {slot} holds NaN or infinity"
+        zero = ~(part << 1).any(axis=2)  # the sign bit does not make a zero a value
+        if zero.any():
+            token, slot = np.argwhere(zero)[0]
+            yield f"token {first + token} slot {slot} is all zeros"
+
+
+def _without(tokens: RangeTokens, rows: list[int]) -> RangeTokens:
+    """The planned range less its quarantined samples."""
+    if not rows:
+        return tokens
+    kept = ~np.isin(tokens.rows, rows)
+    lengths = np.diff(tokens.offsets)
+    per_token = np.repeat(kept, lengths)
+    offsets: Any = np.concatenate([[0], np.cumsum(lengths[kept])])
+    return RangeTokens(
+        range_id=tokens.range_id,
+        rows=tokens.rows[kept],
+        offsets=offsets,
+        input_ids=tokens.input_ids[per_token],
+        loss_mask=tokens.loss_mask[per_token],
+    )

@@ -1,0 +1,122 @@
+"""Compare stored states with an independent forward pass of the full model, sample by sample, unpadded.
+
+Nothing of the engine is used: the whole text model is loaded by transformers alone, one sample at a time goes through
+it, and the expected states are transformers' own ``hidden_states`` (index k+1 is the output of block k; the last
+block's output is caught on its way into the final norm, because transformers' last entry is already normed).
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from swathe import HiddenStates
+from swathe.errors import IncompleteRunError
+from swathe.spec import Layer
+
+LIMITS: Final = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+"""Largest median relative error by dtype; a wrong layer, neighbour or norm is of order 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerError:
+    """Relative L2 errors of one layer, over all tokens of the checked samples."""
+
+    layer: Layer
+    median: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """Outcome of a check; ``ok`` when every layer's median is within the limit."""
+
+    rows: tuple[int, ...]
+    tokens: int
+    limit: float
+    layers: tuple[LayerError, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether what is stored is what the model computes."""
+        return all(layer.median <= self.limit for layer in self.layers)
+
+
+def check_run(
+    run: str, checkpoint: Path, *, samples: int, device: torch.device, seed: int = 0
+) -> CheckResult:
+    """Check a few random samples of a sealed run. Raises IncompleteRunError when it holds none."""
+    dataset = HiddenStates(run)
+    if not len(dataset):
+        msg = f"{run}: no stored samples to check"
+        raise IncompleteRunError(msg)
+    chosen = random.Random(seed).sample(range(len(dataset)), min(samples, len(dataset)))  # noqa: S311
+    spec = dataset.spec
+    model = _load(checkpoint, spec.compute_dtype, device, trust=spec.model.trust_remote_code)
+    errors: list[list[torch.Tensor]] = [[] for _ in dataset.layers]
+    rows, tokens = [], 0
+    for index in chosen:
+        sample = dataset[index]
+        rows.append(sample["row"])
+        tokens += len(sample["input_ids"])
+        expected_SKH = _forward(model, sample["input_ids"].to(device), dataset.layers)  # noqa: N806
+        stored_SKH = sample["hidden_states"].to(expected_SKH.device).float()  # noqa: N806
+        difference = (stored_SKH - expected_SKH).norm(dim=2) / expected_SKH.norm(dim=2).clamp_min(
+            1e-30
+        )
+        for slot, per_token in enumerate(difference.unbind(1)):
+            errors[slot].append(per_token.cpu())
+    layers = []
+    for layer, parts in zip(dataset.layers, errors, strict=True):
+        joined = torch.cat(parts)
+        # NaN compares as neither small nor large: it must fail.
+        joined = torch.nan_to_num(joined, nan=float("inf"))
+        layers.append(
+            LayerError(layer=layer, median=joined.median().item(), worst=joined.max().item())
+        )
+    return CheckResult(
+        rows=tuple(rows), tokens=tokens, limit=LIMITS[spec.compute_dtype], layers=tuple(layers)
+    )
+
+
+def _load(checkpoint: Path, dtype: str, device: torch.device, *, trust: bool) -> Any:
+    config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
+    model = transformers.AutoModel.from_pretrained(
+        checkpoint,
+        config=config.get_text_config(),
+        dtype=getattr(torch, dtype),
+        device_map={"": device},
+        trust_remote_code=trust,
+    )
+    return model.eval()
+
+
+@torch.inference_mode()
+def _forward(model: Any, ids_S: torch.Tensor, layers: Sequence[Layer]) -> torch.Tensor:  # noqa: N803
+    """Expected states ``[S, K, H]`` in float32 of one sample."""
+    before_norm: list[torch.Tensor] = []
+    handle = _final_norm(model).register_forward_pre_hook(
+        lambda _module, args: before_norm.append(args[0])
+    )
+    try:
+        output = model(input_ids=ids_S[None], use_cache=False, output_hidden_states=True)
+    finally:
+        handle.remove()
+    last = len(output.hidden_states) - 2
+    picked = [
+        before_norm[-1] if layer in ("final", last) else output.hidden_states[int(layer) + 1]
+        for layer in layers
+    ]
+    return torch.stack([hidden_BSH[0].float() for hidden_BSH in picked], dim=1)
+
+
+def _final_norm(model: Any) -> torch.nn.Module:
+    for name in ("norm", "ln_f", "final_layer_norm", "final_layernorm"):
+        if isinstance(module := getattr(model, name, None), torch.nn.Module):
+            return module
+    msg = f"{type(model).__name__} has no final norm by a known name"
+    raise IncompleteRunError(msg)
