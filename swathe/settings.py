@@ -1,12 +1,20 @@
 """Settings from the environment, read once by a command line and passed down."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swathe.errors import ConfigError
+
+
+def _split(value: Any) -> Any:
+    return (
+        [part.strip() for part in value.split(",") if part.strip()]
+        if isinstance(value, str)
+        else value
+    )
 
 
 class Settings(BaseSettings):
@@ -20,10 +28,10 @@ class Settings(BaseSettings):
     """A password may stand in it, so it is never logged; ``queue.describe`` gives a safe form."""
     state_dir: Path = Field(default_factory=lambda: Path.home() / ".local" / "state" / "swathe")
     """Where an embedded server keeps its files, one folder for each run_id."""
-    store_roots: tuple[str, ...] = ()
-    """Folders or s3:// prefixes below which a worker opens runs; empty allows only the runs it was started for."""
-    model_roots: tuple[Path, ...] = ()
-    """Folders searched for a run's model on this node before the hub's cache."""
+    store_roots: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Folders or s3:// prefixes, comma separated, below which a worker opens runs; it refuses all others."""
+    model_roots: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)] = ()
+    """Folders, comma separated, searched for a run's model on this node before the hub's cache."""
     log_format: Literal["auto", "console", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     kernels: Literal["auto", "reference"] = "auto"

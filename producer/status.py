@@ -1,0 +1,85 @@
+"""A run's state as a person and as a program read it: from the store alone, richer with Redis."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from producer.display import size_text
+from swathe.records import RunState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueView:
+    """What Redis adds. ``lost`` ranges are neither stored, set aside nor known to the queue."""
+
+    queued: int
+    started: int
+    lost: tuple[int, ...]
+    paused: bool
+    workers: tuple[dict[str, Any], ...]
+    warnings: tuple[str, ...] = ()
+
+
+def as_json(state: RunState, view: QueueView | None) -> dict[str, Any]:
+    """The state as plain values; the keys are a public interface."""
+    spec, totals = state.spec, state.spec.totals
+    value: dict[str, Any] = {
+        "run_id": spec.run_id,
+        "fingerprint": spec.fingerprint,
+        "model": spec.model.source,
+        "complete": state.complete,
+        "sealed": state.sealed,
+        "rows": totals.rows,
+        "stored": state.stored_samples,
+        "rejected": totals.rejected,
+        "quarantined": state.quarantined_samples,
+        "tokens": {"planned": totals.tokens, "stored": state.stored_tokens},
+        "bytes": {"planned": spec.state_bytes, "stored": state.stored_bytes},
+        "ranges": {
+            "total": totals.ranges,
+            "stored": len(state.records),
+            "set_aside": len(state.failed),
+            "open": len(state.missing),
+            "invalid_records": len(state.invalid),
+        },
+    }
+    if view is not None:
+        value["queue"] = {
+            "queued": view.queued,
+            "started": view.started,
+            "lost": list(view.lost),
+            "paused": view.paused,
+            "workers": list(view.workers),
+            "warnings": list(view.warnings),
+        }
+    return value
+
+
+def as_lines(state: RunState, view: QueueView | None) -> Iterator[str]:
+    """The state in a few lines."""
+    totals = state.spec.totals
+    done = "complete and sealed" if state.sealed else "complete, not sealed yet"
+    yield f"run {state.spec.run_id}: {done if state.complete else 'not complete'}"
+    yield (
+        f"  ranges   {len(state.records)} of {totals.ranges} stored, {len(state.missing)} open, "
+        f"{len(state.failed)} set aside"
+    )
+    yield (
+        f"  samples  {state.stored_samples} stored + {totals.rejected} rejected + "
+        f"{state.quarantined_samples} quarantined of {totals.rows} rows"
+    )
+    yield (
+        f"  bytes    {size_text(state.stored_bytes)} of {size_text(state.spec.state_bytes)}, "
+        f"{state.stored_tokens:,} of {totals.tokens:,} tokens"
+    )
+    if state.invalid:
+        yield f"  damaged  {len(state.invalid)} unreadable records; run: swathe verify --repair"
+    if view is None:
+        return
+    paused = ", paused" if view.paused else ""
+    yield f"  queue    {view.queued} queued, {view.started} being worked on{paused}"
+    yield f"  workers  {len(view.workers)}"
+    if view.lost:
+        yield f"  lost     {len(view.lost)} ranges are in no queue; run: swathe submit"
+    for warning in view.warnings:
+        yield f"  warning  {warning}"

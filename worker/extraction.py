@@ -1,0 +1,232 @@
+"""What a worker does with one range: read it, compute it, commit it. The queue's threads call the three steps.
+
+Reading and committing run beside the device; only ``compute`` owns it. The model is loaded by the first range that
+needs it, on the compute thread, and exchanged only when a range of another model comes.
+"""
+
+import platform
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Final
+
+import torch
+from swathe.tokens import RangeTokens, TokenReader
+
+from swathe import checkpoint, codec, log, names
+from swathe.errors import ConfigError, RunMismatchError
+from swathe.records import read_run
+from swathe.settings import Settings
+from swathe.spec import FailedMarker, RangeJob, RunSpec, to_json
+from swathe.store import Store, open_store
+from worker.engine import Engine, RangeStates
+from worker.model import load_model
+from worker.sink import Author, Sink
+from worker.telemetry import Telemetry
+
+_OPEN_RUNS: Final = 8
+
+logger = log.get("extraction")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """A run that this worker has opened; never created."""
+
+    store: Store
+    spec: RunSpec
+    tokens: TokenReader
+    sink: Sink
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A range ready for the device; ``tokens`` is None when it was committed already."""
+
+    run: OpenRun
+    tokens: RangeTokens | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """A range ready for the store; ``states`` is None when it was committed already."""
+
+    run: OpenRun
+    states: RangeStates | None
+
+
+class Extraction:
+    """The work of one worker process on one device."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        device: torch.device,
+        device_id: str,
+        settings: Settings,
+        telemetry: Telemetry,
+    ) -> None:
+        self._name = name
+        self._device = device
+        self._device_id = device_id
+        self._settings = settings
+        self._telemetry = telemetry
+        self._runs: dict[str, OpenRun] = {}
+        self._lock = threading.Lock()
+        self._engine: Engine | None = None
+        self._engine_key: tuple[object, ...] | None = None
+        self._software = software_versions(device)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a model is loaded."""
+        return self._engine is not None
+
+    def prepare(self, job: RangeJob) -> Prepared:
+        """Open the job's run and read the range's tokens, unless its record is there already.
+
+        Raises RunMismatchError when the URL holds another run than the job's.
+        """
+        with self._telemetry.stage("read"):
+            run = self._open(job)
+            if run.sink.committed(job.range_id):
+                return Prepared(run=run, tokens=None)
+            return Prepared(run=run, tokens=run.tokens.read_range(job.range_id))
+
+    def compute(self, prepared: Prepared) -> Computed:
+        """States of the range's samples, in a buffer of the engine's that ``publish`` gives back."""
+        if prepared.tokens is None:
+            return Computed(run=prepared.run, states=None)
+        engine = self._engine_for(prepared.run)
+        return Computed(run=prepared.run, states=engine.compute(prepared.tokens))
+
+    def publish(self, computed: Computed) -> None:
+        """Commit the range; when this returns its record is durable, ours or another worker's."""
+        states = computed.states
+        if states is None:
+            return
+        try:
+            computed.run.sink.commit(
+                states.tokens,
+                states.hidden_states,
+                states.quarantined,
+                self._author(),
+                states.stage_seconds,
+            )
+        finally:
+            states.release()
+
+    def set_aside(self, job: RangeJob, reason: str, history: Sequence[str]) -> None:
+        """Leave a durable marker, so that no flushed queue brings the range back unasked."""
+        run = self._open(job)
+        marker = FailedMarker(
+            run_id=run.spec.run_id,
+            range_id=job.range_id,
+            reason=reason,
+            history=tuple(history),
+            worker=self._name,
+            failed_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        )
+        run.store.create(names.failed(job.range_id), to_json(marker, indent=1))
+
+    def _open(self, job: RangeJob) -> OpenRun:
+        with self._lock:
+            run = self._runs.get(job.run_id)
+            if run is None:
+                store = open_store(job.run_url)
+                spec = read_run(store)
+                run = OpenRun(
+                    store=store,
+                    spec=spec,
+                    tokens=TokenReader(store, spec),
+                    sink=Sink(store, spec, self._telemetry),
+                )
+                if len(self._runs) >= _OPEN_RUNS:
+                    self._runs.pop(next(iter(self._runs)))
+            if (run.spec.run_id, run.spec.fingerprint) != (job.run_id, job.fingerprint):
+                msg = (
+                    f"{job.run_url} holds run {run.spec.run_id} on this node, the job is of run {job.run_id}: this "
+                    "worker gives the range back; mount the same store on every node"
+                )
+                raise RunMismatchError(msg)
+            self._runs[job.run_id] = run
+            return run
+
+    def _engine_for(self, run: OpenRun) -> Engine:
+        spec = run.spec
+        key = (spec.model.identity, spec.layers, spec.compute_dtype, spec.batching)
+        if self._engine is None or key != self._engine_key:
+            self._engine = None  # the old model's memory must be free before the new one comes
+            with self._telemetry.stage("load"):
+                self._engine = self._load(spec)
+            self._engine_key = key
+            self._write_final_norm(run)
+        return self._engine
+
+    def _load(self, spec: RunSpec) -> Engine:
+        found = checkpoint.resolve_like(spec.model, model_roots=self._settings.model_roots)
+        source = f"random:{found.config_path}" if spec.model.random_weights else found.folder
+        model = load_model(
+            source,
+            layers=[slot.layer for slot in spec.layers],
+            dtype=spec.compute_dtype,
+            device=self._device,
+            kernels=self._settings.kernels,
+            trust_remote_code=spec.model.trust_remote_code,
+        )
+        logger.info(
+            "model loaded",
+            model=spec.model.source,
+            load_s=round(model.load_s, 1),
+            peak_host_bytes=model.peak_host_bytes,
+            kernels=model.kernels,
+        )
+        return Engine(
+            model,
+            form=spec.batching.form,
+            max_batch_tokens=self._settings.max_batch_tokens or spec.batching.range_tokens,
+            buffers=self._settings.jobs_in_flight,
+            telemetry=self._telemetry,
+        )
+
+    def _write_final_norm(self, run: OpenRun) -> None:
+        """Keep the final norm beside the states, so that exports need no model. The first worker's stays."""
+        if self._engine is None or run.store.stat(names.FINAL_NORM) is not None:
+            return
+        norm = self._engine.model.final_norm()
+        tensors = {"weight": norm.weight_H, "bias": norm.bias_H}
+        views = {
+            name: codec.TensorView(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                data=tensor.contiguous().view(torch.uint8).numpy().data,
+            )
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        metadata = {"kind": norm.kind, "eps": repr(norm.eps), "fingerprint": run.spec.fingerprint}
+        run.store.create(names.FINAL_NORM, b"".join(codec.encode(views, metadata)))
+
+    def _author(self) -> Author:
+        if self._engine is None:
+            msg = "a range was computed without a model; this is a bug"
+            raise ConfigError(msg)
+        return Author(
+            worker=self._name,
+            device=self._device_id,
+            software=self._software,
+            kernels=self._engine.model.kernels,
+        )
+
+
+def software_versions(device: torch.device) -> dict[str, str]:
+    """Versions that may change a result's last bits; they stand in every record."""
+    versions = {name: version(name) for name in ("swathe", "torch", "transformers")}
+    versions["python"] = platform.python_version()
+    if device.type == "cuda":
+        versions["cuda"] = str(torch.version.cuda)
+        versions["device"] = torch.cuda.get_device_name(device)
+    return versions
