@@ -1,0 +1,136 @@
+"""``swathe run``: plan, then everything on this machine, until the run is sealed and checked.
+
+The embedded server and the workers are children that die with this process. The run itself is in its store: after
+any kind of end the same command goes on where the records stop.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from producer import fleet
+from producer.display import Display, Snapshot
+from producer.embedded import die_with_parent, embedded_server
+from swathe import log
+from swathe.errors import IncompleteRunError, WorkerError
+from swathe.manifest import Manifest, seal
+from swathe.records import RunState, RunWatcher
+from swathe.settings import Settings
+from swathe.spec import RunSpec
+from swathe.store import Store
+
+_LOOK_EVERY_S: Final = 0.5
+_STOP_GRACE_S: Final = 15.0
+_LOG_TAIL_LINES: Final = 15
+
+logger = log.get("run")
+
+
+def extract(
+    store: Store, spec: RunSpec, *, settings: Settings, devices: str, display: Display
+) -> Manifest:
+    """Work on a planned run until it is sealed.
+
+    Raises IncompleteRunError when ranges are set aside, WorkerError when the workers end too early.
+    """
+    watcher = RunWatcher(store, spec)
+    state = watcher.read()
+    if not state.complete:
+        with contextlib.ExitStack() as stack:
+            if settings.redis_url is not None:
+                redis_url = settings.redis_url.get_secret_value()
+            else:
+                redis_url = stack.enter_context(embedded_server(settings.state_dir, spec.run_id))
+            queue = stack.enter_context(fleet.connect(redis_url))
+            queue.submit(store, spec, state)
+            log_path = settings.state_dir / spec.run_id / "worker.log"
+            worker = stack.enter_context(
+                _workers(devices, redis_url, store, settings, log_path)
+            )
+            state = _watch(watcher, queue, worker, log_path, display)
+    return seal(store, state)
+
+
+@contextlib.contextmanager
+def _workers(
+    devices: str, redis_url: str, store: Store, settings: Settings, log_path: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A supervisor with a worker on each device; asked to stop in order at the end, then made to."""
+    roots = dict.fromkeys([*settings.store_roots, store.url])
+    environment = os.environ | {"REDIS_URL": redis_url, "SWATHE_STORE_ROOTS": ",".join(roots)}
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "worker.cli", "--devices", devices, "--die-with-parent"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # Ctrl-C is ours to hand on, once
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has one thread here
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(settings.drain_s + _STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                logger.warning("the workers did not stop in time and are killed", pid=process.pid)
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _watch(
+    watcher: RunWatcher,
+    queue: fleet.Fleet,
+    worker: subprocess.Popen[bytes],
+    log_path: Path,
+    display: Display,
+) -> RunState:
+    """Show progress until every range has a record or a marker; bounded by the life of the workers."""
+    while True:
+        exited = worker.poll() is not None  # asked first: what it committed before is in the reading below
+        state = watcher.read()
+        display.show(queue.snapshot(state))
+        if state.complete or not state.missing:
+            return state
+        if exited:
+            msg = (
+                f"the workers ended (exit code {worker.returncode}) with {len(state.missing)} ranges open; what is "
+                f"stored stays, run again to go on. The end of {log_path}:\n{_tail(log_path)}"
+            )
+            raise WorkerError(msg)
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(f"  {line}" for line in lines[-_LOG_TAIL_LINES:])
+
+
+def check(store: Store, spec: RunSpec, *, samples: int, devices: str) -> None:
+    """Have a few stored samples compared with single forward passes of the full model.
+
+    Torch is loaded by a process of the worker's package, never by this one. Raises IncompleteRunError when the
+    states differ.
+    """
+    command = [
+        *(sys.executable, "-P", "-m", "worker.cli", "check", store.url),
+        *("--samples", str(samples), "--device", "cpu" if devices == "cpu" else "auto"),
+    ]
+    done = subprocess.run(command, check=False, preexec_fn=die_with_parent)  # noqa: PLW1509
+    if done.returncode:
+        msg = (
+            f"{store.url}: the stored states are not what the model computes (or could not be checked, see above); "
+            "do not train on them"
+        )
+        raise IncompleteRunError(msg)
