@@ -51,9 +51,7 @@ def extract(
             queue = stack.enter_context(fleet.connect(redis_url))
             queue.submit(store, spec, state)
             log_path = settings.state_dir / spec.run_id / "worker.log"
-            worker = stack.enter_context(
-                _workers(devices, redis_url, store, settings, log_path)
-            )
+            worker = stack.enter_context(_workers(devices, redis_url, store, settings, log_path))
             state = _watch(watcher, queue, worker, log_path, display)
     return seal(store, state)
 
@@ -98,7 +96,9 @@ def _watch(
 ) -> RunState:
     """Show progress until every range has a record or a marker; bounded by the life of the workers."""
     while True:
-        exited = worker.poll() is not None  # asked first: what it committed before is in the reading below
+        exited = (
+            worker.poll() is not None
+        )  # asked first: what it committed before is in the reading below
         state = watcher.read()
         display.show(queue.snapshot(state))
         if state.complete or not state.missing:
