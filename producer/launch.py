@@ -5,7 +5,6 @@ any kind of end the same command goes on where the records stop.
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from typing import Final
 from producer import fleet
 from producer.display import Display, Snapshot
 from producer.embedded import die_with_parent, embedded_server
-from swathe import log
+from swathe import log, queue
 from swathe.errors import IncompleteRunError, WorkerError
 from swathe.manifest import Manifest, seal
 from swathe.records import RunState, RunWatcher
@@ -42,17 +41,18 @@ def extract(
     """
     watcher = RunWatcher(store, spec)
     state = watcher.read()
-    if not state.complete:
+    if state.missing:
         with contextlib.ExitStack() as stack:
             if settings.redis_url is not None:
                 redis_url = settings.redis_url.get_secret_value()
             else:
                 redis_url = stack.enter_context(embedded_server(settings.state_dir, spec.run_id))
-            queue = stack.enter_context(fleet.connect(redis_url))
-            queue.submit(store, spec, state)
+            connection = stack.enter_context(contextlib.closing(queue.connect(redis_url)))
+            run = fleet.Fleet(connection, store, spec)
+            run.submit(state)
             log_path = settings.state_dir / spec.run_id / "worker.log"
             worker = stack.enter_context(_workers(devices, redis_url, store, settings, log_path))
-            state = _watch(watcher, queue, worker, log_path, display)
+            state = _watch(watcher, run, worker, log_path, display)
     return seal(store, state)
 
 
@@ -89,7 +89,7 @@ def _workers(
 
 def _watch(
     watcher: RunWatcher,
-    queue: fleet.Fleet,
+    run: fleet.Fleet,
     worker: subprocess.Popen[bytes],
     log_path: Path,
     display: Display,
@@ -100,7 +100,7 @@ def _watch(
             worker.poll() is not None
         )  # asked first: what it committed before is in the reading below
         state = watcher.read()
-        display.show(queue.snapshot(state))
+        display.show(run.snapshot(state))
         if state.complete or not state.missing:
             return state
         if exited:
