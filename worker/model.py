@@ -1,0 +1,152 @@
+"""The frozen model as the engine sees it: batches of ids in, states of the wanted layers out.
+
+Padded batches are right padded and run without any mask: in a causal model a token never sees what stands to its
+right, which holds for sliding windows, sinks, convolutions, recurrences and expert routing too. A mask would force a
+``B x 1 x L x L`` tensor and slower kernels; a mask derived from the pad id would be wrong, as real text may hold it.
+
+Shapes: T real tokens, K slots, H hidden size, B rows, L tokens of a row, S tokens of one sample.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from swathe.errors import ModelError
+from swathe.spec import ComputeDtype, Layer
+from worker.backbone import Backbone, load_backbone, load_text_config
+from worker.batch import Batch
+from worker.capture import Capture, block_indices
+from worker.norm import FinalNorm, read_final_norm
+
+Ids = NDArray[np.integer[Any]]
+Kernels = Literal["auto", "reference"]
+
+
+def load_model(
+    checkpoint: str | Path,
+    *,
+    layers: Sequence[Layer],
+    dtype: ComputeDtype,
+    device: torch.device,
+    kernels: Kernels = "auto",
+    trust_remote_code: bool = False,
+) -> "HiddenStateModel":
+    """Load what the wanted layers need of a checkpoint folder, or of ``random:CONFIG.json`` with random weights.
+
+    Raises ModelError for layers that do not exist and for checkpoints that do not load completely.
+    """
+    config = load_text_config(checkpoint, trust_remote_code=trust_remote_code)
+    depth = max(block_indices(layers, int(config.num_hidden_layers))) + 1
+    backbone = load_backbone(
+        checkpoint, depth=depth, dtype=dtype, device=device, trust_remote_code=trust_remote_code
+    )
+    return HiddenStateModel(backbone, layers=layers, kernels=kernels)
+
+
+class HiddenStateModel:
+    """A frozen model on one device. Not safe for use by several threads at once."""
+
+    def __init__(
+        self, backbone: Backbone, *, layers: Sequence[Layer], kernels: Kernels = "auto"
+    ) -> None:
+        self.layers = tuple(layers)
+        self.load_s = backbone.load_s
+        self.peak_host_bytes = backbone.peak_host_bytes
+        self.num_layers = backbone.num_layers
+        self.config = backbone.config
+        self.hidden_size = int(backbone.config.hidden_size)
+        self._kernels: Kernels = kernels
+        self._module: Any = backbone.module
+        self._capture = Capture(backbone.blocks, block_indices(layers, backbone.num_layers))
+        self._embedding: nn.Embedding = backbone.module.get_input_embeddings()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights and the states are made of."""
+        return self._embedding.weight.dtype
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding table; an id must be smaller."""
+        return self._embedding.num_embeddings
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sample that learned position embeddings allow; None where positions are computed."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        for module in self._module.children():
+            if isinstance(module, nn.Embedding) and module is not self._embedding:
+                return module.num_embeddings if module.num_embeddings == limit else None
+        return None
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Which implementation is bound for each operation."""
+        return {"attention": str(self.config._attn_implementation)}  # noqa: SLF001 - no public name
+
+    def forward(self, batch: Batch, ids: Sequence[Ids]) -> torch.Tensor:
+        """States ``[T, K, H]`` of the batch's samples end to end, in the batch's order, on the device.
+
+        ``ids[i]`` are the ids of ``batch.samples[i]``. On a GPU the call returns before the work is done.
+        """
+        if tuple(len(sample) for sample in ids) != batch.lengths:
+            msg = f"ids of lengths {[len(sample) for sample in ids]} are not the batch's {batch.lengths}"
+            raise ValueError(msg)
+        if batch.form == "packed":
+            msg = "this model is not bound for packed batches"
+            raise ModelError(msg)
+        return self._forward_padded(batch, ids)
+
+    def reference(self, ids: Ids) -> torch.Tensor:
+        """States ``[S, K, H]`` of one sample alone, unpadded, through the stock implementation."""
+        return self._run(self._to_device(np.asarray(ids, np.int64)[None]), len(ids))
+
+    def final_norm(self) -> FinalNorm:
+        """The norm that follows the last block; it is loaded even when only the first blocks are."""
+        return read_final_norm(self._module)
+
+    def _forward_padded(self, batch: Batch, ids: Sequence[Ids]) -> torch.Tensor:
+        width = max(batch.lengths)
+        ids_BL = np.zeros((len(ids), width), np.int64)
+        for row, sample in enumerate(ids):
+            ids_BL[row, : len(sample)] = sample
+        tokens_T = None
+        if batch.padding_tokens:
+            places = [
+                row * width + np.arange(length, dtype=np.int64)
+                for row, length in enumerate(batch.lengths)
+            ]
+            tokens_T = self._to_device(np.concatenate(places))
+        return self._run(self._to_device(ids_BL), batch.real_tokens, tokens_T=tokens_T)
+
+    def _run(
+        self,
+        ids_BL: torch.Tensor,
+        tokens: int,
+        *,
+        tokens_T: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        with torch.inference_mode():
+            shape = (tokens, len(self.layers), self.hidden_size)
+            out_TKH = torch.empty(shape, dtype=self.dtype, device=self.device)
+            with self._capture.into(out_TKH, tokens_T):
+                self._module(input_ids=ids_BL, use_cache=False, **kwargs)
+        return out_TKH
+
+    def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cuda":
+            # From pinned memory the copy does not wait for the work queued on the device before it.
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
