@@ -3,13 +3,14 @@
 Padded batches are right padded and run without any mask: in a causal model a token never sees what stands to its
 right, which holds for sliding windows, sinks, convolutions, recurrences and expert routing too. A mask would force a
 ``B x 1 x L x L`` tensor and slower kernels; a mask derived from the pad id would be wrong, as real text may hold it.
+Packed batches are one row whose samples are kept apart by ``worker.packing``.
 
 Shapes: T real tokens, K slots, H hidden size, B rows, L tokens of a row, S tokens of one sample.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +22,11 @@ from swathe.spec import ComputeDtype, Layer
 from worker.backbone import Backbone, load_backbone, load_text_config
 from worker.batch import Batch
 from worker.capture import Capture, block_indices
+from worker.kernels import Kernels, KernelSet, Mode
 from worker.norm import FinalNorm, read_final_norm
+from worker.packing import Boundaries, packed_row
 
 Ids = NDArray[np.integer[Any]]
-Kernels = Literal["auto", "reference"]
 
 
 def load_model(
@@ -60,10 +62,12 @@ class HiddenStateModel:
         self.num_layers = backbone.num_layers
         self.config = backbone.config
         self.hidden_size = int(backbone.config.hidden_size)
-        self._kernels: Kernels = kernels
         self._module: Any = backbone.module
         self._capture = Capture(backbone.blocks, block_indices(layers, backbone.num_layers))
         self._embedding: nn.Embedding = backbone.module.get_input_embeddings()
+        self._kernels = KernelSet(
+            backbone.module, backbone.blocks, kernels=kernels, device=self.device
+        )
 
     @property
     def device(self) -> torch.device:
@@ -92,7 +96,12 @@ class HiddenStateModel:
     @property
     def kernels(self) -> dict[str, str]:
         """Which implementation is bound for each operation."""
-        return {"attention": str(self.config._attn_implementation)}  # noqa: SLF001 - no public name
+        return dict(self._kernels.names)
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether packed batches are proven for this architecture and its fast kernels are wanted."""
+        return self._kernels.can_pack
 
     def forward(self, batch: Batch, ids: Sequence[Ids]) -> torch.Tensor:
         """States ``[T, K, H]`` of the batch's samples end to end, in the batch's order, on the device.
@@ -103,13 +112,13 @@ class HiddenStateModel:
             msg = f"ids of lengths {[len(sample) for sample in ids]} are not the batch's {batch.lengths}"
             raise ValueError(msg)
         if batch.form == "packed":
-            msg = "this model is not bound for packed batches"
-            raise ModelError(msg)
+            return self._forward_packed(batch, ids)
         return self._forward_padded(batch, ids)
 
     def reference(self, ids: Ids) -> torch.Tensor:
         """States ``[S, K, H]`` of one sample alone, unpadded, through the stock implementation."""
-        return self._run(self._to_device(np.asarray(ids, np.int64)[None]), len(ids))
+        ids_BL = self._to_device(np.asarray(ids, np.int64)[None])
+        return self._run(ids_BL, len(ids), mode="stock")
 
     def final_norm(self) -> FinalNorm:
         """The norm that follows the last block; it is loaded even when only the first blocks are."""
@@ -127,24 +136,47 @@ class HiddenStateModel:
                 for row, length in enumerate(batch.lengths)
             ]
             tokens_T = self._to_device(np.concatenate(places))
-        return self._run(self._to_device(ids_BL), batch.real_tokens, tokens_T=tokens_T)
+        return self._run(
+            self._to_device(ids_BL), batch.real_tokens, mode="padded", tokens_T=tokens_T
+        )
+
+    def _forward_packed(self, batch: Batch, ids: Sequence[Ids]) -> torch.Tensor:
+        if not self.can_pack:
+            msg = f"{self.config.model_type} does not pack (architecture, or kernels set to reference)"
+            raise ModelError(msg)
+        filler = [np.zeros(batch.filler_tokens, np.int64)] if batch.filler_tokens else []
+        parts = [*(np.asarray(sample, np.int64) for sample in ids), *filler]
+        lengths = [len(part) for part in parts]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        positions_L = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+        boundaries = Boundaries(
+            offsets=tuple(offsets.tolist()), cu_seqlens=self._to_device(offsets.astype(np.int32))
+        )
+        with packed_row(boundaries, mixers=self._kernels.mixers):
+            return self._run(
+                self._to_device(np.concatenate(parts)[None]),
+                batch.real_tokens,
+                mode="packed",
+                position_ids=self._to_device(positions_L[None]),
+            )
 
     def _run(
         self,
         ids_BL: torch.Tensor,
         tokens: int,
         *,
+        mode: Mode,
         tokens_T: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        with torch.inference_mode():
-            shape = (tokens, len(self.layers), self.hidden_size)
+        shape = (tokens, len(self.layers), self.hidden_size)
+        with torch.inference_mode(), self._kernels.use(mode):
             out_TKH = torch.empty(shape, dtype=self.dtype, device=self.device)
             with self._capture.into(out_TKH, tokens_T):
                 self._module(input_ids=ids_BL, use_cache=False, **kwargs)
         return out_TKH
 
-    def _to_device(self, array: NDArray[np.int64]) -> torch.Tensor:
+    def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             # From pinned memory the copy does not wait for the work queued on the device before it.

@@ -43,6 +43,8 @@ def _vision() -> dict[str, Any]:
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_GQA),
+    "qwen2": lambda: transformers.Qwen2Config(**{k: v for k, v in _GQA.items() if k != "head_dim"}),
+    "mistral": lambda: transformers.MistralConfig(**_GQA, sliding_window=WINDOW),
     "qwen3": lambda: transformers.Qwen3Config(**_GQA),
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **_GQA,
@@ -65,6 +67,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **_MOE, **_GDN, shared_expert_intermediate_size=16, layer_types=_TYPES
     ),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_GQA, **_GDN, layer_types=_TYPES),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
+        **_MOE, **_GDN, shared_expert_intermediate_size=16, layer_types=_TYPES
+    ),
 }
 
 
