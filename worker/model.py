@@ -22,6 +22,7 @@ from swathe.spec import ComputeDtype, Layer
 from worker.backbone import Backbone, load_backbone, load_text_config
 from worker.batch import Batch
 from worker.capture import Capture, block_indices
+from worker.flops import count_flops
 from worker.kernels import Kernels, KernelSet, Mode
 from worker.norm import FinalNorm, read_final_norm
 from worker.packing import Boundaries, packed_row
@@ -65,6 +66,7 @@ class HiddenStateModel:
         self._module: Any = backbone.module
         self._capture = Capture(backbone.blocks, block_indices(layers, backbone.num_layers))
         self._embedding: nn.Embedding = backbone.module.get_input_embeddings()
+        self._flops = count_flops(backbone.blocks, backbone.config)
         self._kernels = KernelSet(
             backbone.module, backbone.blocks, kernels=kernels, device=self.device
         )
@@ -119,6 +121,10 @@ class HiddenStateModel:
         """States ``[S, K, H]`` of one sample alone, unpadded, through the stock implementation."""
         ids_BL = self._to_device(np.asarray(ids, np.int64)[None])
         return self._run(ids_BL, len(ids), mode="stock")
+
+    def flops(self, lengths: Sequence[int]) -> float:
+        """Operations that samples of these lengths cost; see ``worker.flops``."""
+        return self._flops.of(lengths)
 
     def final_norm(self) -> FinalNorm:
         """The norm that follows the last block; it is loaded even when only the first blocks are."""
