@@ -26,7 +26,7 @@ from swathe import log
 from swathe.codec import TensorView
 from swathe.spec import BatchForm, Layer, Quarantined
 from worker.batch import Batch, cut_batches
-from worker.ranges import RangeSamples, RangeStates, RangeStats
+from worker.ranges import RangeSamples, RangeStates, RangeStats, TokenRange
 from worker.soundness import fault, magnitudes
 from worker.transfer import Copier, Copy, HostBuffer, HostRing, contiguous_runs, timing_event
 
@@ -104,13 +104,14 @@ class Engine:
         if self.form != form:
             self._log.warning("padding instead of packing", reason="the model does not pack here")
 
-    def compute(self, samples: RangeSamples) -> RangeStates:
+    def compute(self, tokens: TokenRange) -> RangeStates:
         """Start a range and finish it."""
-        return self.finish(self.start(samples))
+        return self.finish(self.start(tokens))
 
-    def start(self, samples: RangeSamples) -> StartedRange:
+    def start(self, tokens: TokenRange) -> StartedRange:
         """Queue a range's work; waits for a free host buffer. Every started range must be finished or abandoned."""
         now = time.monotonic()
+        samples = RangeSamples.of(tokens)
         shape = (samples.tokens, len(self.model.layers), self.model.hidden_size)
         size_bytes = torch.Size(shape).numel() * self.model.dtype.itemsize
         buffer, buffer_wait_s = self.ring.take(size_bytes)

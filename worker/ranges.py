@@ -5,7 +5,7 @@ Shapes: n samples, T tokens of all of them, K slots, H hidden size.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,21 @@ from numpy.typing import NDArray
 from swathe.codec import TensorView
 from swathe.spec import Quarantined, RangeId
 from worker.transfer import HostBuffer
+
+
+class TokenRange(Protocol):
+    """A range's samples as the engine takes them; see RangeSamples for the meaning."""
+
+    @property
+    def range_id(self) -> RangeId: ...  # noqa: D102 - see RangeSamples
+    @property
+    def rows(self) -> NDArray[np.int64]: ...  # noqa: D102
+    @property
+    def offsets(self) -> NDArray[np.int64]: ...  # noqa: D102
+    @property
+    def input_ids(self) -> NDArray[np.int32]: ...  # noqa: D102
+    @property
+    def loss_mask(self) -> NDArray[np.uint8]: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +43,17 @@ class RangeSamples:
     """[T]"""
     loss_mask: NDArray[np.uint8]
     """[T]"""
+
+    @classmethod
+    def of(cls, tokens: TokenRange) -> "RangeSamples":
+        """The same samples, whatever class holds them."""
+        return cls(
+            range_id=tokens.range_id,
+            rows=tokens.rows,
+            offsets=tokens.offsets,
+            input_ids=tokens.input_ids,
+            loss_mask=tokens.loss_mask,
+        )
 
     @property
     def count(self) -> int:
