@@ -77,7 +77,7 @@ class SampleBlock:
 
     def take(self, order: Int64) -> "SampleBlock":
         """The samples named by ``order``, in that order, copied."""
-        index, offsets = ragged_index(self.offsets, order)
+        index, offsets = ragged_index(self.offsets[:-1][order], self.lengths[order])
         return SampleBlock(
             row=self.row[order],
             ids=self.ids.take(pa.array(order)),
@@ -87,13 +87,12 @@ class SampleBlock:
         )
 
 
-def ragged_index(offsets: Int64, order: Int64) -> tuple[Int64, Int64]:
-    """Where the items of the chosen parts of a flat array lie [T'], and the offsets they then have [n' + 1]."""
-    lengths = np.diff(offsets)[order]
-    taken = offsets_of(lengths)
-    index = np.arange(taken[-1], dtype=np.int64)
-    index += np.repeat(offsets[:-1][order] - taken[:-1], lengths)
-    return index, taken
+def ragged_index(starts: Int64, lengths: Int64) -> tuple[Int64, Int64]:
+    """Where the items of parts [start, start + length) of a flat array lie, and the parts' new offsets."""
+    offsets = offsets_of(lengths)
+    index = np.arange(offsets[-1], dtype=np.int64)
+    index += np.repeat(starts - offsets[:-1], lengths)
+    return index, offsets
 
 
 def offsets_of(lengths: NDArray[Any]) -> Int64:
