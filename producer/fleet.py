@@ -31,14 +31,6 @@ class Fleet:
         """Enqueue every open range that the queue does not know; safe to repeat, from any state of Redis."""
         return self._queue.enqueue_if_absent(self._job(range_id) for range_id in state.missing)
 
-    def retry(self, state: RunState) -> list[RangeId]:
-        """Bring the ranges that were set aside back: their markers go, then they are enqueued."""
-        back = sorted(state.failed)
-        for range_id in back:
-            self.store.delete(names.failed(range_id))
-        self._queue.enqueue_if_absent(self._job(range_id) for range_id in back)
-        return back
-
     def pause(self) -> None:
         """Start no more ranges of the run."""
         self._queue.pause(self.spec.run_id)
@@ -91,6 +83,14 @@ def connect(settings: Settings) -> Redis:
         msg = "REDIS_URL is not set: it says where the fleet's queue is, e.g. redis://:PASSWORD@HOST:6379/0"
         raise ConfigError(msg)
     return queue.connect(settings.redis_url)
+
+
+def revive(store: Store, state: RunState) -> list[RangeId]:
+    """Delete the markers of ranges that were set aside, so that they are open again."""
+    back = sorted(state.failed)
+    for range_id in back:
+        store.delete(names.failed(range_id))
+    return back
 
 
 def failures(store: Store, state: RunState, limit: int = 10) -> list[dict[str, Any]]:

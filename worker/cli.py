@@ -1,14 +1,11 @@
 """The command line ``swathe-worker``: a supervisor by default, one device's worker or a check as subcommands."""
 
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from swathe import log
-from swathe.errors import SwatheError
-from swathe.settings import Settings, read_settings
+from swathe.settings import read_settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -41,7 +38,7 @@ def check_command(
     if not result.ok:
         print(
             f"swathe-worker: errors above {result.limit:g}: the states are wrong", file=sys.stderr
-        )  # noqa: T201
+        )
         raise typer.Exit(1)
 
 
