@@ -22,7 +22,16 @@ import pyarrow.parquet as pq
 
 from swathe import codec, names
 from swathe.errors import FormatError, IntegrityError, ObjectMissingError
-from swathe.samples import Int32, Int64, SampleBlock, UInt8, join_blocks, join_ids, offsets_of
+from swathe.samples import (
+    TEXT_IDS,
+    Int32,
+    Int64,
+    SampleBlock,
+    UInt8,
+    join_blocks,
+    join_ids,
+    offsets_of,
+)
 from swathe.spec import FORMAT_VERSION, RangeId, RunSpec, TokenFile
 from swathe.store import Store
 
@@ -55,6 +64,8 @@ class TokenWriter:
         self._lengths: list[Int32] = []
         self._samples = self._ranges = self._tokens = 0
         self._pending_tokens = 0
+        self.ids_are_text = False
+        """Whether the ids of the plan are strings; known after ``close``."""
 
     def add(self, block: SampleBlock, starts: Int64) -> None:
         """Append a block whose ranges begin at the samples ``starts`` (the first is 0)."""
@@ -78,6 +89,7 @@ class TokenWriter:
             "id": join_ids(self._ids),
             "length": np.concatenate([np.empty(0, np.int32), *self._lengths]),
         })  # fmt: skip
+        self.ids_are_text = table.schema.field("id").type == TEXT_IDS
         buffer = io.BytesIO()
         pq.write_table(table, buffer, compression="zstd", use_dictionary=False)
         self._store.write(names.TOKEN_ROWS, [buffer.getbuffer()])

@@ -204,6 +204,12 @@ def test_empty_and_blank_answers_keep_only_their_end(tokenizer):
     assert supervised(tokenizer, sample) == ["<|im_end|>", "  <|im_end|>"]
 
 
+def test_a_conversation_without_assistant_supervises_nothing(tokenizer):
+    for template in (CHATML, GENERATION):
+        (sample,) = encoder(tokenizer, template)([[{"role": "user", "content": "x"}]])
+        assert sample.loss_mask.tolist() == [0] * len(sample.input_ids)
+
+
 def test_two_assistant_messages_in_a_row_are_both_supervised(tokenizer):
     talk = [*chat("q", "one"), {"role": "assistant", "content": "two"}]
     (sample,) = encoder(tokenizer, CHATML)([talk])
@@ -245,7 +251,6 @@ def test_template_errors_hurt_only_their_row(tokenizer):
             "message 0: user without text content",
         ),
         ([{"from": "alien", "value": "x"}], "message 0: unknown speaker 'alien'"),
-        ([{"role": "user", "content": "x"}], "no assistant message"),
         (chat("q", "\ud800"), "text is not Unicode (character 51)"),
     ],
 )
@@ -307,12 +312,13 @@ def test_a_tokenizer_is_loaded_from_its_folder_and_named_by_its_files(tokenizer,
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(tmp_path / "a")
     loaded = load_tokenizer(tmp_path / "a")
-    spec = describe_tokenizer(tmp_path / "a", loaded, {"x": 1}, chat=True)
-    assert spec == describe_tokenizer(tmp_path / "a", loaded, {"x": 1}, chat=True)
+    spec = describe_tokenizer(tmp_path / "a", CHATML, {"x": 1})
+    assert spec == describe_tokenizer(tmp_path / "a", CHATML, {"x": 1})
     assert spec.chat_template_kwargs == {"x": 1}
     loaded.chat_template = LLAMA3
-    other = describe_tokenizer(tmp_path / "a", loaded, {"x": 1}, chat=True)
-    assert other.sha256 == spec.sha256
+    loaded.save_pretrained(tmp_path / "c")
+    other = describe_tokenizer(tmp_path / "c", LLAMA3)
+    assert other.sha256 != spec.sha256
     assert other.chat_template_sha256 != spec.chat_template_sha256
     loaded.chat_template = None
     with pytest.raises(ConfigError, match="no chat template"):

@@ -40,15 +40,15 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
-        self._template = chat_template(tokenizer)
+        self.template: Final = chat_template(tokenizer)
         self._kwargs = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
-        self._marked = _GENERATION.search(self._template) is not None
+        self._marked = _GENERATION.search(self.template) is not None
         self._turns = None if self._marked else TurnFinder(self._render, _special_tokens(tokenizer))
 
     @property
     def warnings(self) -> list[str]:
         """What the operator should know about the template, in one line each."""
-        if "strftime_now" in self._template and "date_string" not in self._kwargs:
+        if "strftime_now" in self.template and "date_string" not in self._kwargs:
             warning = (
                 "the chat template writes today's date into samples; fix it for equal runs, "
                 'for example with --chat-template-kwargs \'{"date_string": "01 Jan 2026"}\''
@@ -85,7 +85,7 @@ class ChatEncoder:
         )
 
         texts, spans = render_jinja_template(
-            conversations=[messages], chat_template=self._template, **options, **self._kwargs
+            conversations=[messages], chat_template=self.template, **options, **self._kwargs
         )
         return texts[0], spans[0] if spans else []
 

@@ -37,8 +37,6 @@ def normalize(value: Any) -> list[Message] | str:
         if isinstance(message, str):
             return f"message {number}: {message}"
         messages.append(message)
-    if not any(message["role"] == "assistant" for message in messages):
-        return "no assistant message"
     return messages
 
 

@@ -9,8 +9,9 @@ from swathe.errors import ConfigError, ModelError
 from swathe.spec import TokenizerSpec
 
 _FILES: Final = (
-    "added_tokens.json", "merges.txt", "sentencepiece.bpe.model", "special_tokens_map.json", "spiece.model",
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "merges.txt", "sentencepiece.bpe.model",
+    "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "vocab.json", "vocab.txt",
 )  # fmt: skip
 
 
@@ -50,16 +51,19 @@ def chat_template(tokenizer: Any) -> str:
 
 
 def describe_tokenizer(
-    folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any], *, chat: bool
+    folder: Path, template: str | None = None, template_kwargs: Mapping[str, Any] | None = None
 ) -> TokenizerSpec:
-    """What made the ids, for run.json: equal hashes make equal ids of equal texts."""
+    """What made the ids, for run.json: equal hashes and arguments make equal ids of equal texts.
+
+    The hash covers the tokenizer's files and its templates', so it is had without loading the tokenizer;
+    ``template`` is the one in use.
+    """
     digest = hashlib.sha256()
-    for name in _FILES:
-        if (folder / name).is_file():
-            digest.update(name.encode() + b"\0" + (folder / name).read_bytes() + b"\0")
-    template = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest() if chat else None
+    for path in (folder / name for name in _FILES):
+        if path.is_file():
+            digest.update(f"{path.name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return TokenizerSpec(
         sha256=digest.hexdigest(),
-        chat_template_sha256=template,
-        chat_template_kwargs=dict(template_kwargs) if chat else {},
+        chat_template_sha256=template and hashlib.sha256(template.encode()).hexdigest(),
+        chat_template_kwargs=dict(template_kwargs or {}),
     )
