@@ -18,12 +18,12 @@ def check_command(
     seed: Annotated[int, typer.Option(help="Which samples.")] = 0,
 ) -> None:
     """Compare stored samples with single, unpadded forward passes of the full model by transformers alone."""
-    import torch  # noqa: PLC0415 - heavy, and needed by this command alone
+    import torch
 
-    from swathe import checkpoint  # noqa: PLC0415
-    from swathe.records import read_run  # noqa: PLC0415
-    from swathe.store import open_store  # noqa: PLC0415
-    from worker.check import check_run  # noqa: PLC0415
+    from swathe import checkpoint
+    from swathe.records import read_run
+    from swathe.store import open_store
+    from worker.check import check_run
 
     settings = read_settings()
     spec = read_run(open_store(run))
@@ -31,10 +31,10 @@ def check_command(
     where = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     result = check_run(run, found.folder, samples=samples, device=torch.device(where), seed=seed)
     rows = ", ".join(str(row) for row in result.rows)
-    print(f"checked rows {rows} ({result.tokens} tokens) against single forward passes:")  # noqa: T201
+    print(f"checked rows {rows} ({result.tokens} tokens) against single forward passes:")
     for layer in result.layers:
         name = layer.layer if layer.layer == "final" else f"layer {layer.layer}"
-        print(f"  {name:>9}  relative error {layer.median:.1e} median, {layer.worst:.1e} worst")  # noqa: T201
+        print(f"  {name:>9}  relative error {layer.median:.1e} median, {layer.worst:.1e} worst")
     if not result.ok:
         print(
             f"swathe-worker: errors above {result.limit:g}: the states are wrong", file=sys.stderr
