@@ -10,7 +10,7 @@ import typer
 from swathe.queue import known_runs, paused_runs
 
 from producer import fleet, launch
-from producer.display import Display
+from producer.display import Display, Snapshot
 from producer.options import PlanOptions
 from producer.plan import PlanReport, plan
 from producer.progress import plan_progress, verify_progress
@@ -188,7 +188,7 @@ def status(
     if watch:
         with Display() as display:
             while not state.complete:
-                display.show(one.snapshot(state) if one else launch.Snapshot(state=state))
+                display.show(one.snapshot(state) if one else Snapshot(state=state))
                 time.sleep(_WATCH_EVERY_S)
                 state = watcher.read()
     view = one.view(state) if one else None

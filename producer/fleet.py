@@ -11,8 +11,9 @@ from swathe import names, queue
 from swathe.errors import ConfigError
 from swathe.records import RunState, read_failed
 from swathe.settings import Settings
-from swathe.spec import RangeId, RangeJob, RunSpec
+from swathe.spec import RangeId, RunSpec
 from swathe.store import Store
+from swathe.submission import submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Fleet:
 
     def submit(self, state: RunState) -> queue.Enqueued:
         """Enqueue every open range that the queue does not know; safe to repeat, from any state of Redis."""
-        return self._queue.enqueue_if_absent(self._job(range_id) for range_id in state.missing)
+        return submit(self.connection, self.store, state)
 
     def pause(self) -> None:
         """Start no more ranges of the run."""
@@ -66,14 +67,6 @@ class Fleet:
                 seconds[stage] = seconds.get(stage, 0.0) + float(value)
         return Snapshot(
             state=state, workers=len(workers), queued=counts.queued, stage_seconds=seconds
-        )
-
-    def _job(self, range_id: RangeId) -> RangeJob:
-        return RangeJob(
-            run_url=self.store.url,
-            run_id=self.spec.run_id,
-            fingerprint=self.spec.fingerprint,
-            range_id=range_id,
         )
 
 

@@ -1,13 +1,65 @@
 """The command line ``swathe-worker``: a supervisor by default, one device's worker or a check as subcommands."""
 
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from swathe.settings import read_settings
+from swathe import log
+from swathe.errors import ConfigError, SwatheError
+from swathe.settings import Settings, read_settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+ExitWhenIdle = Annotated[
+    float | None,
+    typer.Option(help="Exit with 0 when no queue has held work for so many seconds."),
+]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        settings = read_settings()
+        log.setup(form=settings.log_format, level=settings.log_level)
+        app()
+    except SwatheError as error:
+        print(f"swathe-worker: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+@app.callback(invoke_without_command=True)
+def supervise(
+    context: typer.Context,
+    devices: Annotated[str, typer.Option(help="all, cpu, or GPUs by number or UUID.")] = "all",
+    exit_when_idle: ExitWhenIdle = None,
+    die_with_parent: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Run one worker process on each device, until told to stop."""
+    if context.invoked_subcommand is not None:
+        return
+    from worker.supervisor import supervise_devices
+
+    _require_fleet(read_settings())
+    command = [sys.executable, "-P", "-m", "worker.cli", "serve"]
+    if exit_when_idle is not None:
+        command += ["--exit-when-idle", str(exit_when_idle)]
+    raise typer.Exit(supervise_devices(devices, command, die_with_parent=die_with_parent))
+
+
+@app.command("serve", hidden=True)
+def serve_command(exit_when_idle: ExitWhenIdle = None) -> None:
+    """Work on the one device that this process can see."""
+    from worker.serve import serve
+
+    settings = read_settings()
+    _require_fleet(settings)
+    raise typer.Exit(
+        serve(
+            settings, device_id=os.environ.get("SWATHE_DEVICE", ""), exit_when_idle_s=exit_when_idle
+        )
+    )
 
 
 @app.command("check")
@@ -40,6 +92,18 @@ def check_command(
             f"swathe-worker: errors above {result.limit:g}: the states are wrong", file=sys.stderr
         )
         raise typer.Exit(1)
+
+
+def _require_fleet(settings: Settings) -> None:
+    if settings.redis_url is None:
+        msg = "REDIS_URL is not set: it says where the fleet's queue is, e.g. redis://:PASSWORD@HOST:6379/0"
+        raise ConfigError(msg)
+    if not settings.store_roots:
+        msg = (
+            "SWATHE_STORE_ROOTS is not set: name the folders (comma separated) below which this worker may open runs; "
+            "it refuses jobs that name others"
+        )
+        raise ConfigError(msg)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,11 @@ class Extraction:
         """Whether a model is loaded."""
         return self._engine is not None
 
+    def waits_for_buffer(self) -> bool:
+        """Whether a slow store holds every host buffer, so that computing cannot go on."""
+        engine = self._engine
+        return engine is not None and engine.ring.free == 0
+
     def prepare(self, job: RangeJob) -> object:
         """Open the job's run and read the range's tokens, unless its record is there already.
 
