@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import typer
-from swathe.queue import known_runs, paused_runs
 
 from producer import fleet, launch
 from producer.display import Display, Snapshot
@@ -20,6 +19,7 @@ from producer.verify import Verification, verify, withdraw
 from swathe import log
 from swathe.errors import ConfigError, IncompleteRunError, SwatheError
 from swathe.manifest import seal
+from swathe.queue import known_runs, paused_runs
 from swathe.records import RunWatcher, read_run
 from swathe.settings import Settings, read_settings
 from swathe.store import Store, open_store

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final, TypeVar
 
 import torch
@@ -242,7 +242,11 @@ def _expect(kind: type[_Step], value: object) -> _Step:
 
 def software_versions(device: torch.device) -> dict[str, str]:
     """Versions that may change a result's last bits; they stand in every record."""
-    versions = {name: version(name) for name in ("swathe", "torch", "transformers")}
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    try:
+        versions["swathe"] = version("swathe")
+    except PackageNotFoundError:
+        versions["swathe"] = "source tree"
     versions["python"] = platform.python_version()
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
