@@ -8,6 +8,7 @@ folders lie; it is read without opening a tensor, so it costs milliseconds for a
 
 import json
 import re
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -213,7 +214,7 @@ def _read_weight_header(path: Path) -> tuple[WeightFile, Header]:
 
         try:
             header = read_header(read_range, origin=str(path))
-        except (FormatError, ValueError, OSError) as error:
+        except (FormatError, ValueError, OSError, struct.error) as error:
             msg = f"{path}: no readable safetensors header ({_one_line(error)}); download it again"
             raise ModelError(msg) from error
         size_bytes = path.stat().st_size

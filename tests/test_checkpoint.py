@@ -130,6 +130,9 @@ def test_missing_and_cut_weight_files_are_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ModelError, match="its header says"):
         resolve(str(folder))
+    path.write_bytes(b"cut")
+    with pytest.raises(ModelError, match="no readable safetensors header"):
+        resolve(str(folder))
     index = {"weight_map": {"a": "model-00001.safetensors", "b": "model-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match="2 of 2 weight files"):
