@@ -65,8 +65,15 @@ class Fleet:
         for said in workers.values():
             for stage, value in dict(said.get("stage_seconds", {})).items():
                 seconds[stage] = seconds.get(stage, 0.0) + float(value)
+        refusals = [
+            dict(said.get("not_serving", {})).get(self.spec.run_id, "") for said in workers.values()
+        ]
         return Snapshot(
-            state=state, workers=len(workers), queued=counts.queued, stage_seconds=seconds
+            state=state,
+            refusal=refusals[0] if refusals and all(refusals) else "",
+            workers=len(workers),
+            queued=counts.queued,
+            stage_seconds=seconds,
         )
 
 

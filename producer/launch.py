@@ -66,7 +66,7 @@ def _workers(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "worker.cli", "--devices", devices, "--die-with-parent"],
+            [sys.executable, "-P", "-m", "worker.cli", "--devices", devices],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -100,9 +100,13 @@ def _watch(
             worker.poll() is not None
         )  # asked first: what it committed before is in the reading below
         state = watcher.read()
-        display.show(run.snapshot(state))
-        if state.complete or not state.missing:
+        snapshot = run.snapshot(state)
+        display.show(snapshot)
+        if not state.missing:
             return state
+        if snapshot.refusal:
+            msg = f"no worker can serve the run: {snapshot.refusal}"
+            raise WorkerError(msg)
         if exited:
             msg = (
                 f"the workers ended (exit code {worker.returncode}) with {len(state.missing)} ranges open; what is "

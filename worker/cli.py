@@ -2,13 +2,16 @@
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from swathe import log
 from swathe.errors import ConfigError, SwatheError
 from swathe.settings import Settings, read_settings
+
+_STOP_GRACE_S: Final = 15.0
+"""What a worker gets beyond its own bound of a drain before it is killed."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -34,32 +37,42 @@ def supervise(
     context: typer.Context,
     devices: Annotated[str, typer.Option(help="all, cpu, or GPUs by number or UUID.")] = "all",
     exit_when_idle: ExitWhenIdle = None,
-    die_with_parent: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run one worker process on each device, until told to stop."""
     if context.invoked_subcommand is not None:
         return
-    from worker.supervisor import supervise_devices
+    from worker import devices as inventory
+    from worker.supervisor import Supervisor, SupervisorOptions
 
-    _require_fleet(read_settings())
-    command = [sys.executable, "-P", "-m", "worker.cli", "serve"]
-    if exit_when_idle is not None:
-        command += ["--exit-when-idle", str(exit_when_idle)]
-    raise typer.Exit(supervise_devices(devices, command, die_with_parent=die_with_parent))
+    settings = read_settings()
+    _require_fleet(settings)
+
+    def wanted() -> list[inventory.Device] | None:
+        present = [] if devices == "cpu" else inventory.present_devices()
+        if present is None:
+            return None
+        return inventory.choose(devices, inventory.visible(present, os.environ))
+
+    def command(device: inventory.Device) -> list[str]:
+        serve = [sys.executable, "-P", "-m", "worker.cli", "serve", device.uuid, device.label]
+        return serve if exit_when_idle is None else [*serve, "--exit-when-idle", str(exit_when_idle)]
+
+    options = SupervisorOptions(
+        restart_finished=exit_when_idle is None,
+        stop_s=settings.drain_s + _STOP_GRACE_S,
+        die_with_parent=True,
+    )
+    raise typer.Exit(Supervisor(command, wanted, options).run())
 
 
 @app.command("serve", hidden=True)
-def serve_command(exit_when_idle: ExitWhenIdle = None) -> None:
+def serve_command(uuid: str, label: str, exit_when_idle: ExitWhenIdle = None) -> None:
     """Work on the one device that this process can see."""
     from worker.serve import serve
 
     settings = read_settings()
     _require_fleet(settings)
-    raise typer.Exit(
-        serve(
-            settings, device_id=os.environ.get("SWATHE_DEVICE", ""), exit_when_idle_s=exit_when_idle
-        )
-    )
+    raise typer.Exit(serve(settings, uuid=uuid, label=label, exit_when_idle_s=exit_when_idle))
 
 
 @app.command("check")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -15,35 +15,34 @@ from swathe.spec import RunId
 from swathe.store import open_store
 from swathe.submission import submit
 from worker.contract import Hooks, WorkerOptions
+from worker.devices import CPU_UUID
 from worker.extraction import Extraction
 from worker.jobs import RangeWorker, worker_name
 from worker.telemetry import Telemetry
 
-_CPU: Final = "cpu"
-
 logger = log.get("worker")
 
 
-def serve(settings: Settings, *, device_id: str, exit_when_idle_s: float | None) -> int:
+def serve(settings: Settings, *, uuid: str, label: str, exit_when_idle_s: float | None) -> int:
     """Work until told to stop; returns the exit status.
 
-    ``device_id`` is the UUID of the one GPU that is visible to this process, or ``cpu``.
+    ``uuid`` is that of the one GPU that this process can see, or ``cpu``; ``label`` a short name for it.
     """
     if settings.redis_url is None:
         raise AssertionError  # the command line has checked it
-    device = torch.device(_CPU if device_id in ("", _CPU) else "cuda:0")
-    if device.type == _CPU:
+    device = torch.device("cpu" if uuid == CPU_UUID else "cuda:0")
+    if device.type == "cpu":
         torch.set_num_threads(_threads())
     telemetry = Telemetry()
-    name = worker_name(device_id.replace("/", "-") or _CPU)
+    name = worker_name(label)
     work = Extraction(
         name=name,
         device=device,
-        device_id=device_id or _CPU,
+        device_id=uuid,
         settings=settings,
         telemetry=telemetry,
     )
-    fleet = _Fleet(settings, telemetry, device_id or _CPU)
+    fleet = _Fleet(settings, telemetry, uuid)
     worker = RangeWorker(
         settings.redis_url,
         work,
