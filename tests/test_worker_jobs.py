@@ -96,8 +96,9 @@ def test_a_marker_that_cannot_be_written_is_written_later(redis, redis_url, tmp_
     assert list(work.failed()) == [0]
 
 
-@pytest.mark.parametrize("kind", ["store", "space", "os"])
-@pytest.mark.parametrize("step", ["prepare", "publish"])
+@pytest.mark.parametrize(
+    ("step", "kind"), [("prepare", "store"), ("publish", "space"), ("publish", "os")]
+)
 def test_infrastructure_errors_spend_no_budget(redis, redis_url, tmp_path, kind, step):
     work = FakeWork(tmp_path, faults={f"{step}:1": f"{kind}*3"})
     ranges = enqueue(redis, 3)
