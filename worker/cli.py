@@ -55,7 +55,9 @@ def supervise(
 
     def command(device: inventory.Device) -> list[str]:
         serve = [sys.executable, "-P", "-m", "worker.cli", "serve", device.uuid, device.label]
-        return serve if exit_when_idle is None else [*serve, "--exit-when-idle", str(exit_when_idle)]
+        return (
+            serve if exit_when_idle is None else [*serve, "--exit-when-idle", str(exit_when_idle)]
+        )
 
     options = SupervisorOptions(
         restart_finished=exit_when_idle is None,
