@@ -55,8 +55,14 @@ class HiddenStateModel:
     """A frozen model on one device. Not safe for use by several threads at once."""
 
     def __init__(
-        self, backbone: Backbone, *, layers: Sequence[Layer], kernels: Kernels = "auto"
+        self,
+        backbone: Backbone,
+        *,
+        layers: Sequence[Layer],
+        kernels: Kernels = "auto",
+        fuse: bool | None = None,
     ) -> None:
+        """``fuse`` decides over fusions on any device; unset: as ``kernels`` says, on a GPU only."""
         self.layers = tuple(layers)
         self.load_s = backbone.load_s
         self.peak_host_bytes = backbone.peak_host_bytes
@@ -68,7 +74,7 @@ class HiddenStateModel:
         self._embedding: nn.Embedding = backbone.module.get_input_embeddings()
         self._flops = count_flops(backbone.blocks, backbone.config)
         self._kernels = KernelSet(
-            backbone.module, backbone.blocks, kernels=kernels, device=self.device
+            backbone.module, backbone.blocks, kernels=kernels, device=self.device, fuse=fuse
         )
 
     @property
