@@ -75,6 +75,16 @@ class KernelSet:
             for module, _ in forwards:
                 del module.forward
 
+    def fall_back(self, to: Literal["padded", "reference"]) -> None:
+        """Give up packing, or every fast kernel."""
+        self.can_pack = False
+        self.names.pop("packed_attention", None)
+        if to == "reference":
+            self._fast = self._stock
+            stock = {"attention": self._stock_attention}
+            torch_only = {name: "torch" for name in ("delta_rule", "convolution") if self._stock}
+            self.names = stock | torch_only
+
     def _bind_delta_nets(self, blocks: Sequence[nn.Module], *, fla: bool, fuse: bool) -> None:
         nets = [net for block in blocks for net in block.modules() if _is_delta_net(net)]
         if not nets:

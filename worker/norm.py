@@ -30,16 +30,21 @@ class FinalNorm:
     kind: NormKind
 
 
+def final_norm_module(backbone: nn.Module) -> nn.Module:
+    """The module between the last block and the head. Raises ModelError when there is none."""
+    for name in _ATTRIBUTES:
+        if isinstance(module := getattr(backbone, name, None), nn.Module):
+            return module
+    msg = f"{type(backbone).__name__} has no final norm that swathe knows"
+    raise ModelError(msg)
+
+
 def read_final_norm(backbone: nn.Module) -> FinalNorm:
     """Read the final norm of a backbone. Raises ModelError when it has none of a known kind."""
-    module = next(
-        (child for name in _ATTRIBUTES if (child := getattr(backbone, name, None)) is not None),
-        None,
-    )
-    eps = norm_eps(module)
-    weight_H = getattr(module, "weight", None)
-    if module is None or eps is None or not isinstance(weight_H, torch.Tensor):
-        msg = f"{type(backbone).__name__} has no final norm that swathe knows"
+    module = final_norm_module(backbone)
+    eps, weight_H = norm_eps(module), getattr(module, "weight", None)
+    if eps is None or not isinstance(weight_H, torch.Tensor):
+        msg = f"{type(module).__name__}, the final norm, has no weight or no epsilon"
         raise ModelError(msg)
     bias_H = getattr(module, "bias", None)
     kind = norm_kind(module)
