@@ -84,6 +84,11 @@ def withdraw(store: Store, state: RunState, range_ids: list[RangeId]) -> None:
         store.delete(names.record(range_id))
         if record is not None and record.shard is not None:
             store.delete(record.shard)
+    if state.suspect.keys() <= set(range_ids):
+        # All that these canaries cast doubt on is gone; what the device does from now on is for new ones to judge.
+        for key, canary in state.canaries.items():
+            if not canary.passed:
+                store.delete(key)
 
 
 class _Checker:
