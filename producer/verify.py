@@ -50,6 +50,11 @@ def verify(
     spec = read_run(store)
     state = RunWatcher(store, spec).read()
     damaged = dict.fromkeys(state.invalid, "unreadable or foreign record")
+    for range_id, canary in state.suspect.items():
+        damaged[range_id] = (
+            f"suspect: device {canary.device} computed row {canary.row} of range {canary.range_id} wrong at "
+            f"{canary.taken_at}"
+        )
     check = _Checker(store, spec, full=full)
     workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, "verify") as pool:
