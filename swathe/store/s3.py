@@ -251,6 +251,8 @@ class S3Store:
         while True:
             page = self._call("list", prefix, methodcaller(operation, **arguments))
             yield page
-            if not page.get("IsTruncated"):
+            # SeaweedFS gives one of the two markers of an upload; AWS gives both.
+            more = {name: page[f"Next{name}"] for name in markers if f"Next{name}" in page}
+            if not page.get("IsTruncated") or not more:
                 return
-            arguments |= {marker: page[f"Next{marker}"] for marker in markers}
+            arguments |= more

@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import boto3
@@ -88,6 +88,11 @@ class Connection:
         client = self._clients.get(os.getpid())
         return client or self._clients.setdefault(os.getpid(), self._new_client())
 
+    def close(self) -> None:
+        """Close the process's idle sockets; the next request opens new ones."""
+        if client := self._clients.pop(os.getpid(), None):
+            client.close()
+
     def _once(
         self, action: Callable[[Any], _Result], what: str, url: str, bucket: str, attempt: int
     ) -> _Result:
@@ -104,12 +109,15 @@ class Connection:
         """A client of a fresh session: the default chain is asked again from its start."""
         self.sessions += 1
         session = boto3.session.Session()
-        endpoint, addressing = self._settings.endpoint_url, self._settings.addressing
+        endpoint = self._settings.endpoint_url
+        known = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3")
+        style = self._settings.addressing
+        if style == "auto" and known:
+            style = _addressing(known)
         try:
-            client = session.client("s3", endpoint_url=endpoint, config=self._config(addressing))
-            host = urlsplit(client.meta.endpoint_url).hostname or ""
-            if addressing == "auto" and not host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
-                # botocore's own "auto" puts the bucket into any host name that is not a bare address.
+            client = session.client("s3", endpoint_url=endpoint, config=self._config(style))
+            if style == "auto" and _addressing(client.meta.endpoint_url) == "path":
+                # The endpoint stood in AWS_ENDPOINT_URL or a configuration file.
                 client = session.client("s3", endpoint_url=endpoint, config=self._config("path"))
         except ValueError as error:
             msg = f"S3 endpoint: {words(error)}; check AWS_ENDPOINT_URL_S3 and SWATHE_S3__ENDPOINT_URL"
@@ -139,6 +147,12 @@ def connect(settings: S3Settings) -> Connection:
     """The process's connection for these settings, shared by all stores that are open."""
     found = _connections.get(settings)
     return found or _connections.setdefault(settings, Connection(settings))
+
+
+def _addressing(endpoint_url: str) -> Literal["auto", "path"]:
+    """Botocore's own "auto" puts the bucket into any host name that is not a bare address, which only AWS serves."""
+    host = urlsplit(endpoint_url).hostname or ""
+    return "auto" if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else "path"
 
 
 def _worth_another(error: Exception) -> bool:

@@ -170,9 +170,10 @@ def words(error: Exception) -> str:
 
 
 def _skew(error: Exception) -> str:
-    headers: dict[str, str] = (
-        getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    )
+    if not isinstance(error, boto.ClientError):
+        return "too far from "
+    answer: dict[str, Any] = error.response
+    headers: dict[str, str] = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     try:
         ahead_s = time.time() - parsedate_to_datetime(headers["date"]).timestamp()
     except (KeyError, ValueError):
