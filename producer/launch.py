@@ -5,7 +5,6 @@ any kind of end the same command goes on where the records stop.
 """
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -16,9 +15,9 @@ from pathlib import Path
 from typing import Final
 
 from producer import fleet
-from producer.display import Display, Snapshot
+from producer.display import Display
 from producer.embedded import die_with_parent, embedded_server
-from swathe import log
+from swathe import log, queue
 from swathe.errors import IncompleteRunError, WorkerError
 from swathe.manifest import Manifest, seal
 from swathe.records import RunState, RunWatcher
@@ -42,19 +41,18 @@ def extract(
     """
     watcher = RunWatcher(store, spec)
     state = watcher.read()
-    if not state.complete:
+    if state.missing:
         with contextlib.ExitStack() as stack:
             if settings.redis_url is not None:
                 redis_url = settings.redis_url.get_secret_value()
             else:
                 redis_url = stack.enter_context(embedded_server(settings.state_dir, spec.run_id))
-            queue = stack.enter_context(fleet.connect(redis_url))
-            queue.submit(store, spec, state)
+            connection = stack.enter_context(contextlib.closing(queue.connect(redis_url)))
+            run = fleet.Fleet(connection, store, spec)
+            run.submit(state)
             log_path = settings.state_dir / spec.run_id / "worker.log"
-            worker = stack.enter_context(
-                _workers(devices, redis_url, store, settings, log_path)
-            )
-            state = _watch(watcher, queue, worker, log_path, display)
+            worker = stack.enter_context(_workers(devices, redis_url, store, settings, log_path))
+            state = _watch(watcher, run, worker, log_path, display)
     return seal(store, state)
 
 
@@ -68,7 +66,7 @@ def _workers(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "worker.cli", "--devices", devices, "--die-with-parent"],
+            [sys.executable, "-P", "-m", "worker.cli", "--devices", devices],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -91,18 +89,24 @@ def _workers(
 
 def _watch(
     watcher: RunWatcher,
-    queue: fleet.Fleet,
+    run: fleet.Fleet,
     worker: subprocess.Popen[bytes],
     log_path: Path,
     display: Display,
 ) -> RunState:
     """Show progress until every range has a record or a marker; bounded by the life of the workers."""
     while True:
-        exited = worker.poll() is not None  # asked first: what it committed before is in the reading below
+        exited = (
+            worker.poll() is not None
+        )  # asked first: what it committed before is in the reading below
         state = watcher.read()
-        display.show(queue.snapshot(state))
-        if state.complete or not state.missing:
+        snapshot = run.snapshot(state)
+        display.show(snapshot)
+        if not state.missing:
             return state
+        if snapshot.refusal:
+            msg = f"no worker can serve the run: {snapshot.refusal}"
+            raise WorkerError(msg)
         if exited:
             msg = (
                 f"the workers ended (exit code {worker.returncode}) with {len(state.missing)} ranges open; what is "
@@ -117,7 +121,7 @@ def _tail(path: Path) -> str:
     return "\n".join(f"  {line}" for line in lines[-_LOG_TAIL_LINES:])
 
 
-def check(store: Store, spec: RunSpec, *, samples: int, devices: str) -> None:
+def check(store: Store, *, samples: int, devices: str) -> None:
     """Have a few stored samples compared with single forward passes of the full model.
 
     Torch is loaded by a process of the worker's package, never by this one. Raises IncompleteRunError when the
@@ -127,7 +131,7 @@ def check(store: Store, spec: RunSpec, *, samples: int, devices: str) -> None:
         *(sys.executable, "-P", "-m", "worker.cli", "check", store.url),
         *("--samples", str(samples), "--device", "cpu" if devices == "cpu" else "auto"),
     ]
-    done = subprocess.run(command, check=False, preexec_fn=die_with_parent)  # noqa: PLW1509
+    done = subprocess.run(command, check=False, preexec_fn=die_with_parent)
     if done.returncode:
         msg = (
             f"{store.url}: the stored states are not what the model computes (or could not be checked, see above); "

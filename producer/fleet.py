@@ -1,0 +1,101 @@
+"""What the producer does with the queue: fill it from the store's truth, look at it, steer a run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from redis import Redis
+
+from producer.display import Snapshot
+from producer.status import QueueView
+from swathe import names, queue
+from swathe.errors import ConfigError
+from swathe.records import RunState, read_failed
+from swathe.settings import Settings
+from swathe.spec import RangeId, RunSpec
+from swathe.store import Store
+from swathe.submission import submit
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One run's side of the fleet's Redis."""
+
+    connection: Redis
+    store: Store
+    spec: RunSpec
+
+    @property
+    def _queue(self) -> queue.RangeQueue:
+        return queue.RangeQueue.of_model(self.connection, self.spec.model.key)
+
+    def submit(self, state: RunState) -> queue.Enqueued:
+        """Enqueue every open range that the queue does not know; safe to repeat, from any state of Redis."""
+        return submit(self.connection, self.store, state)
+
+    def pause(self) -> None:
+        """Start no more ranges of the run."""
+        self._queue.pause(self.spec.run_id)
+
+    def resume(self) -> int:
+        """Undo ``pause``; returns how many ranges came back."""
+        return self._queue.resume(self.spec.run_id)
+
+    def cancel(self) -> int:
+        """Forget the run's jobs; what is stored stays. Returns how many there were."""
+        return self._queue.cancel(self.spec.run_id)
+
+    def view(self, state: RunState) -> QueueView:
+        """What the queue and the workers say, without side effects."""
+        known = self._queue.known_ranges(self.spec.run_id)
+        workers = queue.live_workers(self.connection)
+        return QueueView(
+            queued=len(known.queued),
+            started=len(known.running),
+            lost=tuple(range_id for range_id in state.missing if range_id not in known.all),
+            paused=self.spec.run_id in queue.paused_runs(self.connection),
+            workers=tuple({"name": name, **said} for name, said in sorted(workers.items())),
+            warnings=tuple(queue.policy_warnings(self.connection)),
+        )
+
+    def snapshot(self, state: RunState) -> Snapshot:
+        """What a display shows at this moment."""
+        counts = self._queue.counts()
+        workers = queue.live_workers(self.connection)
+        seconds: dict[str, float] = {}
+        for said in workers.values():
+            for stage, value in dict(said.get("stage_seconds", {})).items():
+                seconds[stage] = seconds.get(stage, 0.0) + float(value)
+        refusals = [
+            dict(said.get("not_serving", {})).get(self.spec.run_id, "") for said in workers.values()
+        ]
+        return Snapshot(
+            state=state,
+            refusal=refusals[0] if refusals and all(refusals) else "",
+            workers=len(workers),
+            queued=counts.queued,
+            stage_seconds=seconds,
+        )
+
+
+def connect(settings: Settings) -> Redis:
+    """The fleet's Redis. Raises ConfigError when REDIS_URL is not set."""
+    if settings.redis_url is None:
+        msg = "REDIS_URL is not set: it says where the fleet's queue is, e.g. redis://:PASSWORD@HOST:6379/0"
+        raise ConfigError(msg)
+    return queue.connect(settings.redis_url)
+
+
+def revive(store: Store, state: RunState) -> list[RangeId]:
+    """Delete the markers of ranges that were set aside, so that they are open again."""
+    back = sorted(state.failed)
+    for range_id in back:
+        store.delete(names.failed(range_id))
+    return back
+
+
+def failures(store: Store, state: RunState, limit: int = 10) -> list[dict[str, Any]]:
+    """The first ranges that were set aside, with their reasons."""
+    return [
+        {"range": range_id, "reason": read_failed(store, range_id).reason}
+        for range_id in sorted(state.failed)[:limit]
+    ]
