@@ -170,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._reset()
         self.close_connection = self.close_connection or half
 
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle  # noqa: N815
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle
 
     def _size(self) -> int:
         return int(self.headers.get("Content-Length") or 0)

@@ -71,8 +71,8 @@ def _command(weed: str, folder: Path, port: int) -> list[str]:
     config.write_text(json.dumps({"identities": [identity]}))
     data = folder / "data"
     data.mkdir()
-    names = ("master.port", "volume.port", "filer.port")
-    names += tuple(f"{part}.port.grpc" for part in ("master", "volume", "filer", "s3"))
+    names = ["master.port", "volume.port", "filer.port"]
+    names += [f"{part}.port.grpc" for part in ("master", "volume", "filer", "s3")]
     ports = zip(names, _free_ports(len(names)), strict=True)
     return [
         weed, f"-logdir={folder}", "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
