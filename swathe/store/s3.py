@@ -174,7 +174,15 @@ class S3Store:
                 tag = answer["ETag"]
                 self._drain(body, buffer, buffer.tell() + answer["ContentLength"], key)
 
-        self._call("read", key, action)
+        while True:
+            before = buffer.tell()
+            try:
+                self._call("read", key, action)
+                break
+            except StoreError:
+                # A flaky line that gets on earns a new budget: gigabytes may need more attempts than one request.
+                if buffer.tell() < before + _BLOCK_BYTES:
+                    raise
         # The buffer's own bytes, not a copy.
         return buffer.getvalue()
 

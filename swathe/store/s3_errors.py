@@ -42,7 +42,7 @@ ANSWERS: Final = frozenset({Kind.CONDITION, Kind.RANGE, Kind.NO_UPLOAD})
 class AnsweredError(StoreError):
     """Raised for one of ANSWERS; handled inside the store. ``attempt`` counts from 1."""
 
-    def __init__(self, message: str, *, kind: Kind, attempt: int) -> None:
+    def __init__(self, message: str, *, kind: Kind = Kind.CONDITION, attempt: int = 1) -> None:
         super().__init__(message)
         self.kind = kind
         self.attempt = attempt

@@ -44,7 +44,7 @@ BREAKS: Final = (
     "silence",  # the answer does not come in time
 )
 SLOW_S: Final = 0.2
-SILENCE_S: Final = 1.5
+SILENCE_S: Final = 2.0
 
 
 @dataclass

@@ -22,7 +22,7 @@ from swathe.store.s3 import S3Store
 from swathe.store.s3_connection import Connection
 from swathe.store.s3_errors import ClockSkewError
 from tests.support import fault_proxy, s3_server
-from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.fault_proxy import SILENCE_S, Fault, FaultProxy
 
 HEAD = "| operation | fault | tries | succeeded | refused, then done | repeated requests a try | wrong |"
 FOREVER = 1_000_000
@@ -141,21 +141,23 @@ class Bench:
             "part_bytes": 5 << 20,
             "conditional_create": "on",
         }
-        self._faulty = Connection(
-            S3Settings(endpoint_url=proxy.endpoint_url, read_timeout_s=0.6, **common)
+        self._faulty = Connection(S3Settings(endpoint_url=proxy.endpoint_url, **common))
+        self._impatient = Connection(
+            S3Settings(endpoint_url=proxy.endpoint_url, read_timeout_s=SILENCE_S / 2, **common)
         )
         self._true = Connection(S3Settings(endpoint_url=server.endpoint_url, **common))
         self._plain = plain
 
     def close(self) -> None:
-        """Close both stores' sockets."""
-        self._faulty.close()
-        self._true.close()
+        """Close the stores' sockets."""
+        for one in (self._faulty, self._impatient, self._true):
+            one.close()
 
     def attempt(self, row: Row, tally: Tally) -> None:
         """One try: break, act, look, mend, and act again if it had failed."""
         url = f"s3://{s3_server.BUCKET}/{secrets.token_hex(6)}"
-        store, truth = (S3Store(url, one.settings, one) for one in (self._faulty, self._true))
+        broken = self._impatient if "silence" in row.name else self._faulty
+        store, truth = (S3Store(url, one.settings, one) for one in (broken, self._true))
         data = os.urandom(LARGE if "in parts" in row.operation else SMALL)
         action = _Action(row.operation, truth, data)
         self.proxy.clear()
