@@ -52,7 +52,9 @@ class IncompleteRunError(SwatheError):
 class IntegrityError(SwatheError):
     """Raised when stored bytes are not what their record says."""
 
-    def __init__(self, message: str, *, key: str) -> None:
+    def __init__(self, message: str, *, key: str = "") -> None:
+        # The key has a default because torch builds the error of a DataLoader worker anew from its message
+        # alone; a class that does not allow that becomes a bare RuntimeError in the trainer.
         super().__init__(message)
         self.key = key
 
