@@ -4,11 +4,12 @@ Index i is the i-th stored sample in the order of the user's rows. Legend: S tok
 size.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,6 +148,23 @@ class HiddenStates:
             "input_ids": self._source.read(shard, "input_ids", first, stop).to(torch.int64),
             "loss_mask": self._source.read(shard, "loss_mask", first, stop),
         }
+
+    def shard_tokens(
+        self, name: Literal["input_ids", "loss_mask"]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+        """For each shard, which samples it holds (int64 [n]) and one of its small tensors whole ([T], raw)."""
+        order = shard_order(self)
+        shard_of = self.shard_of[order]
+        for members in np.split(order, np.flatnonzero(np.diff(shard_of)) + 1):
+            if len(members):
+                shard, _, stop = self._place(int(members[-1]))
+                yield members, self._source.read(shard, name, 0, stop).numpy()
+
+    def with_layers(self, layers: Sequence[Layer]) -> "HiddenStates":
+        """The same run, mappings shared, with other layers. Raises ConfigError for one that is not stored."""
+        other = copy.copy(self)
+        other._slots = slots_of(self.spec, layers, run=self.url)  # noqa: SLF001 - its own kind
+        return other
 
     def will_need(self, index: int) -> None:
         """A hint that a sample is read soon: starts the kernel's read-ahead for local shards."""

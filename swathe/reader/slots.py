@@ -28,7 +28,7 @@ def slots_of(spec: RunSpec, wanted: Sequence[Layer], *, run: str) -> list[int]:
     """Slots of the wanted layers. Raises ConfigError for one that is not stored, or is asked for twice."""
     stored = [slot.layer for slot in spec.layers]
     slots = [find_slot(spec, stored, layer, run=run) for layer in wanted]
-    if not slots or len(set(slots)) != len(slots):
+    if not slots or len(set(wanted)) != len(wanted):
         msg = f"{run}: layers {list(wanted)} must be one or more different layers"
         raise ConfigError(msg)
     return slots

@@ -101,7 +101,7 @@ def make_run(folder: Path, recipe: Recipe | None = None, *, sealed: bool = True)
 def write_norm(store: Store, kind: str, hidden: int) -> None:
     weight = torch.linspace(-0.5, 1.5, hidden).bfloat16()
     tensors = {"weight": weight} | ({"bias": weight.flip(0)} if kind == "layernorm" else {})
-    views = {name: _view(tensor) for name, tensor in tensors.items()}
+    views = {name: view_of(tensor) for name, tensor in tensors.items()}
     store.write(names.FINAL_NORM, codec.encode(views, {"kind": kind, "eps": repr(1e-6)}))
 
 
@@ -113,9 +113,9 @@ def write_range(
     if recipe.dtype == "float8_e4m3fn":
         amax = states.abs().amax(2).clamp_min(1e-30)
         scales = torch.exp2(torch.ceil(torch.log2(amax / 448)))
-        tensors["hidden_states_scales"] = _view(scales)
+        tensors["hidden_states_scales"] = view_of(scales)
         states = states / scales[..., None]
-    tensors["hidden_states"] = _view(states.to(getattr(torch, recipe.dtype)))
+    tensors["hidden_states"] = view_of(states.to(getattr(torch, recipe.dtype)))
     key = names.shard(range_id, names.new_attempt())
     written = store.write(key, codec.encode(tensors, {"run_id": spec.run_id}))
     record = RangeRecord(
@@ -227,7 +227,7 @@ def _spec(recipe: Recipe, file: TokenFile, longest: int) -> RunSpec:
     return replace(spec, fingerprint=fingerprint(spec))
 
 
-def _view(tensor: torch.Tensor) -> codec.TensorView:
+def view_of(tensor: torch.Tensor) -> codec.TensorView:
     return codec.TensorView(
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
