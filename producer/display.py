@@ -33,6 +33,8 @@ class Snapshot:
     """Everything a display needs at one moment. ``stage_seconds`` are totals over all live workers."""
 
     state: RunState
+    refusal: str = ""
+    """Why every live worker has given the run up, if so."""
     workers: int | None = None
     queued: int | None = None
     stage_seconds: dict[str, float] = field(default_factory=dict)

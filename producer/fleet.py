@@ -11,8 +11,9 @@ from swathe import names, queue
 from swathe.errors import ConfigError
 from swathe.records import RunState, read_failed
 from swathe.settings import Settings
-from swathe.spec import RangeId, RangeJob, RunSpec
+from swathe.spec import RangeId, RunSpec
 from swathe.store import Store
+from swathe.submission import submit
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,7 @@ class Fleet:
 
     def submit(self, state: RunState) -> queue.Enqueued:
         """Enqueue every open range that the queue does not know; safe to repeat, from any state of Redis."""
-        return self._queue.enqueue_if_absent(self._job(range_id) for range_id in state.missing)
-
-    def retry(self, state: RunState) -> list[RangeId]:
-        """Bring the ranges that were set aside back: their markers go, then they are enqueued."""
-        back = sorted(state.failed)
-        for range_id in back:
-            self.store.delete(names.failed(range_id))
-        self._queue.enqueue_if_absent(self._job(range_id) for range_id in back)
-        return back
+        return submit(self.connection, self.store, state)
 
     def pause(self) -> None:
         """Start no more ranges of the run."""
@@ -72,16 +65,15 @@ class Fleet:
         for said in workers.values():
             for stage, value in dict(said.get("stage_seconds", {})).items():
                 seconds[stage] = seconds.get(stage, 0.0) + float(value)
+        refusals = [
+            dict(said.get("not_serving", {})).get(self.spec.run_id, "") for said in workers.values()
+        ]
         return Snapshot(
-            state=state, workers=len(workers), queued=counts.queued, stage_seconds=seconds
-        )
-
-    def _job(self, range_id: RangeId) -> RangeJob:
-        return RangeJob(
-            run_url=self.store.url,
-            run_id=self.spec.run_id,
-            fingerprint=self.spec.fingerprint,
-            range_id=range_id,
+            state=state,
+            refusal=refusals[0] if refusals and all(refusals) else "",
+            workers=len(workers),
+            queued=counts.queued,
+            stage_seconds=seconds,
         )
 
 
@@ -91,6 +83,14 @@ def connect(settings: Settings) -> Redis:
         msg = "REDIS_URL is not set: it says where the fleet's queue is, e.g. redis://:PASSWORD@HOST:6379/0"
         raise ConfigError(msg)
     return queue.connect(settings.redis_url)
+
+
+def revive(store: Store, state: RunState) -> list[RangeId]:
+    """Delete the markers of ranges that were set aside, so that they are open again."""
+    back = sorted(state.failed)
+    for range_id in back:
+        store.delete(names.failed(range_id))
+    return back
 
 
 def failures(store: Store, state: RunState, limit: int = 10) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from producer import fleet
-from producer.display import Display, Snapshot
+from producer.display import Display
 from producer.embedded import die_with_parent, embedded_server
 from swathe import log, queue
 from swathe.errors import IncompleteRunError, WorkerError
@@ -66,7 +66,7 @@ def _workers(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "worker.cli", "--devices", devices, "--die-with-parent"],
+            [sys.executable, "-P", "-m", "worker.cli", "--devices", devices],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -100,9 +100,13 @@ def _watch(
             worker.poll() is not None
         )  # asked first: what it committed before is in the reading below
         state = watcher.read()
-        display.show(run.snapshot(state))
-        if state.complete or not state.missing:
+        snapshot = run.snapshot(state)
+        display.show(snapshot)
+        if not state.missing:
             return state
+        if snapshot.refusal:
+            msg = f"no worker can serve the run: {snapshot.refusal}"
+            raise WorkerError(msg)
         if exited:
             msg = (
                 f"the workers ended (exit code {worker.returncode}) with {len(state.missing)} ranges open; what is "
@@ -117,7 +121,7 @@ def _tail(path: Path) -> str:
     return "\n".join(f"  {line}" for line in lines[-_LOG_TAIL_LINES:])
 
 
-def check(store: Store, spec: RunSpec, *, samples: int, devices: str) -> None:
+def check(store: Store, *, samples: int, devices: str) -> None:
     """Have a few stored samples compared with single forward passes of the full model.
 
     Torch is loaded by a process of the worker's package, never by this one. Raises IncompleteRunError when the
@@ -127,7 +131,7 @@ def check(store: Store, spec: RunSpec, *, samples: int, devices: str) -> None:
         *(sys.executable, "-P", "-m", "worker.cli", "check", store.url),
         *("--samples", str(samples), "--device", "cpu" if devices == "cpu" else "auto"),
     ]
-    done = subprocess.run(command, check=False, preexec_fn=die_with_parent)  # noqa: PLW1509
+    done = subprocess.run(command, check=False, preexec_fn=die_with_parent)
     if done.returncode:
         msg = (
             f"{store.url}: the stored states are not what the model computes (or could not be checked, see above); "

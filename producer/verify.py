@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import numpy as np
 import xxhash
-from swathe.tokens import RangeTokens, TokenReader
 
 from swathe import codec, names
 from swathe.errors import FormatError, StoreError
 from swathe.records import RunState, RunWatcher, read_run
 from swathe.spec import RangeId, RangeRecord, RunSpec
 from swathe.store import Store
+from swathe.tokens import RangeTokens, TokenReader
 
 _EXPONENT: Final = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _BITS: Final = {"bfloat16": "u2", "float16": "u2", "float32": "u4"}
@@ -153,7 +153,7 @@ class _Checker:
         yield from _bad_vectors(tensor("hidden_states"), self._spec.stored_dtype)
 
 
-def _bad_vectors(states_TKH: codec.Array, dtype: str) -> Iterator[str]:  # noqa: N803
+def _bad_vectors(states_TKH: codec.Array, dtype: str) -> Iterator[str]:
     """Name the first vector that is not finite or is all zero. Works on raw bits: numpy has no bfloat16."""
     bits = np.ascontiguousarray(states_TKH).view(_BITS[dtype])
     exponent = _EXPONENT[dtype]

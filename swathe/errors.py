@@ -50,22 +50,12 @@ class IncompleteRunError(SwatheError):
 
 
 class IntegrityError(SwatheError):
-    """Raised when stored bytes are not what their record says."""
+    """Raised when stored bytes are not what their record says; ``key`` names the object."""
 
     def __init__(self, message: str, *, key: str = "") -> None:
-        # The key has a default because torch builds the error of a DataLoader worker anew from its message
-        # alone; a class that does not allow that becomes a bare RuntimeError in the trainer.
+        # A message alone must do: a DataLoader rebuilds a worker's error from it in the parent process.
         super().__init__(message)
         self.key = key
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions with keyword-only arguments do not unpickle by default, and an error that cannot
-        # cross a DataLoader worker's pipe hangs the trainer instead of naming the file.
-        return _rebuild_integrity_error, (str(self), self.key)
-
-
-def _rebuild_integrity_error(message: str, key: str) -> IntegrityError:
-    return IntegrityError(message, key=key)
 
 
 class StoreError(SwatheError):

@@ -102,3 +102,43 @@ def runs_key() -> str:
 def worker_key(worker: str) -> str:
     """Redis key (with a time to live) of what a live worker says about itself, as JSON."""
     return f"swathe:worker:{worker}"
+
+
+def leases_key(queue_name: str) -> str:
+    """Redis sorted set of a queue's leases: ``job:execution`` scored by its expiry, in Redis' time."""
+    return f"swathe:leases:{queue_name}"
+
+
+def parked_key(queue_name: str) -> str:
+    """Redis list of job ids that belong to paused runs, in their old order."""
+    return f"swathe:parked:{queue_name}"
+
+
+def strays_key(queue_name: str) -> str:
+    """Redis sorted set of ids seen in rq's intermediate list, scored by when they were first seen."""
+    return f"swathe:strays:{queue_name}"
+
+
+def clock_key() -> str:
+    """Redis hash: when a worker was last here (``seen``) and until when nothing is reaped (``hold``)."""
+    return "swathe:clock"
+
+
+def requeued_key() -> str:
+    """Redis hash of counters: how many ranges went back to a queue, by reason."""
+    return "swathe:requeued"
+
+
+def paused_key() -> str:
+    """Redis set of the run ids that are paused."""
+    return "swathe:paused"
+
+
+def queues_key() -> str:
+    """Redis sorted set of queue names, scored by when they last became non-empty."""
+    return "swathe:queues"
+
+
+def rebuild_key(run_id: RunId) -> str:
+    """Redis key (with a time to live) held by the one worker that compares a run's queue with its store."""
+    return f"swathe:rebuild:{run_id}"

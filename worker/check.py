@@ -63,8 +63,8 @@ def check_run(
         sample = dataset[index]
         rows.append(sample["row"])
         tokens += len(sample["input_ids"])
-        expected_SKH = _forward(model, sample["input_ids"].to(device), dataset.layers)  # noqa: N806
-        stored_SKH = sample["hidden_states"].to(expected_SKH.device).float()  # noqa: N806
+        expected_SKH = _forward(model, sample["input_ids"].to(device), dataset.layers)
+        stored_SKH = sample["hidden_states"].to(expected_SKH.device).float()
         difference = (stored_SKH - expected_SKH).norm(dim=2) / expected_SKH.norm(dim=2).clamp_min(
             1e-30
         )
@@ -96,7 +96,7 @@ def _load(checkpoint: Path, dtype: str, device: torch.device, *, trust: bool) ->
 
 
 @torch.inference_mode()
-def _forward(model: Any, ids_S: torch.Tensor, layers: Sequence[Layer]) -> torch.Tensor:  # noqa: N803
+def _forward(model: Any, ids_S: torch.Tensor, layers: Sequence[Layer]) -> torch.Tensor:
     """Expected states ``[S, K, H]`` in float32 of one sample."""
     before_norm: list[torch.Tensor] = []
     handle = _final_norm(model).register_forward_pre_hook(

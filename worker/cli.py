@@ -1,16 +1,80 @@
 """The command line ``swathe-worker``: a supervisor by default, one device's worker or a check as subcommands."""
 
+import os
 import sys
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Final
 
 import typer
 
 from swathe import log
-from swathe.errors import SwatheError
+from swathe.errors import ConfigError, SwatheError
 from swathe.settings import Settings, read_settings
 
+_STOP_GRACE_S: Final = 15.0
+"""What a worker gets beyond its own bound of a drain before it is killed."""
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+ExitWhenIdle = Annotated[
+    float | None,
+    typer.Option(help="Exit with 0 when no queue has held work for so many seconds."),
+]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        settings = read_settings()
+        log.setup(form=settings.log_format, level=settings.log_level)
+        app()
+    except SwatheError as error:
+        print(f"swathe-worker: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+@app.callback(invoke_without_command=True)
+def supervise(
+    context: typer.Context,
+    devices: Annotated[str, typer.Option(help="all, cpu, or GPUs by number or UUID.")] = "all",
+    exit_when_idle: ExitWhenIdle = None,
+) -> None:
+    """Run one worker process on each device, until told to stop."""
+    if context.invoked_subcommand is not None:
+        return
+    from worker import devices as inventory
+    from worker.supervisor import Supervisor, SupervisorOptions
+
+    settings = read_settings()
+    _require_fleet(settings)
+
+    def wanted() -> list[inventory.Device] | None:
+        present = [] if devices == "cpu" else inventory.present_devices()
+        if present is None:
+            return None
+        return inventory.choose(devices, inventory.visible(present, os.environ))
+
+    def command(device: inventory.Device) -> list[str]:
+        serve = [sys.executable, "-P", "-m", "worker.cli", "serve", device.uuid, device.label]
+        return (
+            serve if exit_when_idle is None else [*serve, "--exit-when-idle", str(exit_when_idle)]
+        )
+
+    options = SupervisorOptions(
+        restart_finished=exit_when_idle is None,
+        stop_s=settings.drain_s + _STOP_GRACE_S,
+        die_with_parent=True,
+    )
+    raise typer.Exit(Supervisor(command, wanted, options).run())
+
+
+@app.command("serve", hidden=True)
+def serve_command(uuid: str, label: str, exit_when_idle: ExitWhenIdle = None) -> None:
+    """Work on the one device that this process can see."""
+    from worker.serve import serve
+
+    settings = read_settings()
+    _require_fleet(settings)
+    raise typer.Exit(serve(settings, uuid=uuid, label=label, exit_when_idle_s=exit_when_idle))
 
 
 @app.command("check")
@@ -21,12 +85,12 @@ def check_command(
     seed: Annotated[int, typer.Option(help="Which samples.")] = 0,
 ) -> None:
     """Compare stored samples with single, unpadded forward passes of the full model by transformers alone."""
-    import torch  # noqa: PLC0415 - heavy, and needed by this command alone
+    import torch
 
-    from swathe import checkpoint  # noqa: PLC0415
-    from swathe.records import read_run  # noqa: PLC0415
-    from swathe.store import open_store  # noqa: PLC0415
-    from worker.check import check_run  # noqa: PLC0415
+    from swathe import checkpoint
+    from swathe.records import read_run
+    from swathe.store import open_store
+    from worker.check import check_run
 
     settings = read_settings()
     spec = read_run(open_store(run))
@@ -34,15 +98,27 @@ def check_command(
     where = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     result = check_run(run, found.folder, samples=samples, device=torch.device(where), seed=seed)
     rows = ", ".join(str(row) for row in result.rows)
-    print(f"checked rows {rows} ({result.tokens} tokens) against single forward passes:")  # noqa: T201
+    print(f"checked rows {rows} ({result.tokens} tokens) against single forward passes:")
     for layer in result.layers:
         name = layer.layer if layer.layer == "final" else f"layer {layer.layer}"
-        print(f"  {name:>9}  relative error {layer.median:.1e} median, {layer.worst:.1e} worst")  # noqa: T201
+        print(f"  {name:>9}  relative error {layer.median:.1e} median, {layer.worst:.1e} worst")
     if not result.ok:
         print(
             f"swathe-worker: errors above {result.limit:g}: the states are wrong", file=sys.stderr
-        )  # noqa: T201
+        )
         raise typer.Exit(1)
+
+
+def _require_fleet(settings: Settings) -> None:
+    if settings.redis_url is None:
+        msg = "REDIS_URL is not set: it says where the fleet's queue is, e.g. redis://:PASSWORD@HOST:6379/0"
+        raise ConfigError(msg)
+    if not settings.store_roots:
+        msg = (
+            "SWATHE_STORE_ROOTS is not set: name the folders (comma separated) below which this worker may open runs; "
+            "it refuses jobs that name others"
+        )
+        raise ConfigError(msg)
 
 
 if __name__ == "__main__":

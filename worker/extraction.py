@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from typing import Final
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final, TypeVar
 
 import torch
-from swathe.tokens import RangeTokens, TokenReader
 
 from swathe import checkpoint, codec, log, names
 from swathe.errors import ConfigError, RunMismatchError
@@ -21,12 +20,16 @@ from swathe.records import read_run
 from swathe.settings import Settings
 from swathe.spec import FailedMarker, RangeJob, RunSpec, to_json
 from swathe.store import Store, open_store
-from worker.engine import Engine, RangeStates
-from worker.model import load_model
+from swathe.tokens import RangeTokens, TokenReader
+from worker.contract import STORED
+from worker.engine import Engine
+from worker.model import HiddenStateModel, load_model
+from worker.ranges import RangeStates
 from worker.sink import Author, Sink
 from worker.telemetry import Telemetry
 
 _OPEN_RUNS: Final = 8
+_Step = TypeVar("_Step")
 
 logger = log.get("extraction")
 
@@ -43,18 +46,18 @@ class OpenRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A range ready for the device; ``tokens`` is None when it was committed already."""
+    """A range ready for the device."""
 
     run: OpenRun
-    tokens: RangeTokens | None
+    tokens: RangeTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """A range ready for the store; ``states`` is None when it was committed already."""
+    """A range ready for the store."""
 
     run: OpenRun
-    states: RangeStates | None
+    states: RangeStates
 
 
 class Extraction:
@@ -77,6 +80,7 @@ class Extraction:
         self._runs: dict[str, OpenRun] = {}
         self._lock = threading.Lock()
         self._engine: Engine | None = None
+        self._model: HiddenStateModel | None = None
         self._engine_key: tuple[object, ...] | None = None
         self._software = software_versions(device)
 
@@ -85,7 +89,12 @@ class Extraction:
         """Whether a model is loaded."""
         return self._engine is not None
 
-    def prepare(self, job: RangeJob) -> Prepared:
+    def waits_for_buffer(self) -> bool:
+        """Whether a slow store holds every host buffer, so that computing cannot go on."""
+        engine = self._engine
+        return engine is not None and engine.ring.free == 0
+
+    def prepare(self, job: RangeJob) -> object:
         """Open the job's run and read the range's tokens, unless its record is there already.
 
         Raises RunMismatchError when the URL holds another run than the job's.
@@ -93,28 +102,30 @@ class Extraction:
         with self._telemetry.stage("read"):
             run = self._open(job)
             if run.sink.committed(job.range_id):
-                return Prepared(run=run, tokens=None)
+                return STORED
             return Prepared(run=run, tokens=run.tokens.read_range(job.range_id))
 
-    def compute(self, prepared: Prepared) -> Computed:
+    def compute(self, prepared: object) -> object:
         """States of the range's samples, in a buffer of the engine's that ``publish`` gives back."""
-        if prepared.tokens is None:
-            return Computed(run=prepared.run, states=None)
+        prepared = _expect(Prepared, prepared)
         engine = self._engine_for(prepared.run)
-        return Computed(run=prepared.run, states=engine.compute(prepared.tokens))
+        states = engine.compute(prepared.tokens)
+        for stage, seconds in states.stats.stage_seconds.items():
+            self._telemetry.add_seconds(stage, seconds)
+        self._telemetry.count("padding_tokens", states.stats.padding_tokens)
+        return Computed(run=prepared.run, states=states)
 
-    def publish(self, computed: Computed) -> None:
+    def publish(self, computed: object) -> None:
         """Commit the range; when this returns its record is durable, ours or another worker's."""
+        computed = _expect(Computed, computed)
         states = computed.states
-        if states is None:
-            return
         try:
             computed.run.sink.commit(
-                states.tokens,
-                states.hidden_states,
+                states.samples,
+                states.hidden_states if states.samples.count else None,
                 states.quarantined,
                 self._author(),
-                states.stage_seconds,
+                states.stats.stage_seconds,
             )
         finally:
             states.release()
@@ -159,7 +170,7 @@ class Extraction:
         spec = run.spec
         key = (spec.model.identity, spec.layers, spec.compute_dtype, spec.batching)
         if self._engine is None or key != self._engine_key:
-            self._engine = None  # the old model's memory must be free before the new one comes
+            self._engine = self._model = None  # the old model's memory must be free for the new one
             with self._telemetry.stage("load"):
                 self._engine = self._load(spec)
             self._engine_key = key
@@ -184,19 +195,19 @@ class Extraction:
             peak_host_bytes=model.peak_host_bytes,
             kernels=model.kernels,
         )
+        self._model = model
         return Engine(
             model,
             form=spec.batching.form,
             max_batch_tokens=self._settings.max_batch_tokens or spec.batching.range_tokens,
             buffers=self._settings.jobs_in_flight,
-            telemetry=self._telemetry,
         )
 
     def _write_final_norm(self, run: OpenRun) -> None:
         """Keep the final norm beside the states, so that exports need no model. The first worker's stays."""
-        if self._engine is None or run.store.stat(names.FINAL_NORM) is not None:
+        if self._model is None or run.store.stat(names.FINAL_NORM) is not None:
             return
-        norm = self._engine.model.final_norm()
+        norm = self._model.final_norm()
         tensors = {"weight": norm.weight_H, "bias": norm.bias_H}
         views = {
             name: codec.TensorView(
@@ -211,20 +222,31 @@ class Extraction:
         run.store.create(names.FINAL_NORM, b"".join(codec.encode(views, metadata)))
 
     def _author(self) -> Author:
-        if self._engine is None:
+        if self._model is None:
             msg = "a range was computed without a model; this is a bug"
             raise ConfigError(msg)
         return Author(
             worker=self._name,
             device=self._device_id,
             software=self._software,
-            kernels=self._engine.model.kernels,
+            kernels=self._model.kernels,
         )
+
+
+def _expect(kind: type[_Step], value: object) -> _Step:
+    if not isinstance(value, kind):
+        msg = f"{type(value).__name__} came where {kind.__name__} was due; this is a bug"
+        raise TypeError(msg)
+    return value
 
 
 def software_versions(device: torch.device) -> dict[str, str]:
     """Versions that may change a result's last bits; they stand in every record."""
-    versions = {name: version(name) for name in ("swathe", "torch", "transformers")}
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    try:
+        versions["swathe"] = version("swathe")
+    except PackageNotFoundError:
+        versions["swathe"] = "source tree"
     versions["python"] = platform.python_version()
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)

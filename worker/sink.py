@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from swathe.tokens import RangeTokens
 
 from swathe import codec, log, names
 from swathe.errors import IntegrityError, ObjectMissingError, SwatheError
 from swathe.records import read_record
 from swathe.spec import Quarantined, RangeId, RangeRecord, RunSpec, to_json
 from swathe.store import Store
+from worker.ranges import TokenRange
 from worker.telemetry import Telemetry
 
 logger = log.get("sink")
@@ -59,7 +59,7 @@ class Sink:
 
     def commit(
         self,
-        tokens: RangeTokens,
+        tokens: TokenRange,
         states: codec.TensorView | None,
         quarantined: tuple[Quarantined, ...],
         author: Author,
@@ -106,7 +106,7 @@ class Sink:
         self._telemetry.count("ranges")
         return True
 
-    def _encode(self, tokens: RangeTokens, states: codec.TensorView) -> list[codec.Buffer]:
+    def _encode(self, tokens: TokenRange, states: codec.TensorView) -> list[codec.Buffer]:
         spec = self._spec
         tensors = {
             "hidden_states": states,

@@ -1,0 +1,146 @@
+"""Plan 1,000,000 tokenized rows on two cores: seconds and resident memory.
+
+The rows are chat-like: lengths lognormal with mean 335 and sigma 0.9, from 20 to 4,096; ids, masks and row ids in ten
+parquet files. The plan runs in a process of its own, on two cores, and reports its own peak of resident memory.
+
+    python -m bench.plan [--rows N]
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from producer.plan import PlanOptions, plan
+from producer.provenance import git_revision, versions
+from swathe.store import open_store
+
+FILES: Final = 10
+MEAN: Final = 335
+SIGMA: Final = 0.9
+VOCAB_ROWS: Final = 32_000
+CONFIG: Final = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": VOCAB_ROWS,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+RESULTS: Final = Path(__file__).parent / "results"
+
+
+def make_dataset(folder: Path, rows: int) -> int:
+    """Write the data set; returns its tokens."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    tokens = 0
+    for number in range(FILES):
+        count = rows // FILES
+        mu = np.log(MEAN) - SIGMA**2 / 2
+        lengths = np.clip(rng.lognormal(mu, SIGMA, count), 20, 4096).astype(np.int32)
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        total = int(offsets[-1])
+        ids = rng.integers(0, VOCAB_ROWS, total, dtype=np.int32)
+        mask = (np.arange(total) % 7 > 2).astype(np.uint8)
+        table = pa.table({
+            "id": [f"sample-{number}-{i}" for i in range(count)],
+            "input_ids": pa.ListArray.from_arrays(offsets, ids),
+            "loss_mask": pa.ListArray.from_arrays(offsets, mask),
+        })  # fmt: skip
+        pq.write_table(table, folder / f"{number:02d}.parquet", row_group_size=50_000)
+        tokens += total
+    return tokens
+
+
+def measure(root: Path) -> dict[str, Any]:
+    """Plan once, and once more over the finished run; runs in a process of its own."""
+    options = PlanOptions(
+        dataset=str(root / "data"),
+        model=f"random:{root / 'config.json'}",
+        layers=(1,),
+        final=True,
+        allow_low_space=True,  # the states are never made
+    )
+    store = open_store(root / "run")
+    started_s, cpu_s = time.monotonic(), time.process_time()
+    report = plan(store, options)
+    seconds, cpu_s = time.monotonic() - started_s, time.process_time() - cpu_s
+    peak_bytes = peak_rss_bytes()
+    started_s = time.monotonic()
+    again = plan(store, options)
+    assert again.reused
+    return {
+        "name": "tokenized_parquet",
+        "form": report.spec.batching.form,
+        "rows": report.spec.totals.rows,
+        "tokens": report.tokens,
+        "ranges": report.ranges,
+        "padding_ratio": round(report.padding_ratio, 4),
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu_s, 2),
+        "rows_s": round(report.spec.totals.rows / seconds),
+        "peak_rss_bytes": peak_bytes,
+        "again_seconds": round(time.monotonic() - started_s, 2),
+        "file_bytes": sum(file.size_bytes for file in report.spec.dataset.files),
+    }
+
+
+def peak_rss_bytes() -> int:
+    """Peak of this process alone: getrusage's would begin with the parent's size at the fork."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def cpu_model() -> str:
+    """The processor's name, as the system gives it."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def main() -> None:
+    """Make the data set, measure in a child, write the result."""
+    parser = argparse.ArgumentParser(description="Plan tokenized rows: seconds and memory.")
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(measure(arguments.child)))
+        return
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    os.sched_setaffinity(0, cores)
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        (root / "config.json").write_text(json.dumps(CONFIG))
+        make_dataset(root / "data", arguments.rows)
+        command = [sys.executable, "-m", "bench.plan", "--child", name]
+        found = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        row = json.loads(found.stdout)
+    result = {
+        "bench": "plan",
+        "device": f"{cpu_model()}, {len(cores)} cores",
+        "versions": {"python": platform.python_version(), **versions()},
+        "git": git_revision(),
+        "command": f"python -m bench.plan --rows {arguments.rows}",
+        "rows": [row],
+    }
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"plan-{arguments.rows}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(row, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The cost of a pass follows from the architecture."""
+
+import pytest
+
+from tests.worker import tiny
+from worker.flops import FlopCount
+
+
+def test_a_dense_model_costs_two_per_weight_and_four_per_pair(load):
+    model = load("llama", ("final",))
+    weights = 4 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 48)
+    pairs = 10 * 11 // 2
+    assert model.flops([10]) == 2 * weights * 10 + 4 * 4 * 8 * 4 * pairs
+    assert model.flops([10, 10]) == 2 * model.flops([10])
+
+
+def test_only_loaded_blocks_count(load):
+    assert load("llama", (0,)).flops([50]) * 4 == load("llama", ("final",)).flops([50])
+
+
+def test_a_window_limits_the_pairs():
+    count = FlopCount(per_token=0, per_pair=1, windows=(None, 12))
+    assert count.of([20]) == 20 * 21 // 2 + 12 * 13 // 2 + 8 * 12
+
+
+def test_experts_count_by_the_share_that_a_token_uses(load):
+    model = load("qwen3_moe", ("final",))
+    attention = 32 * 32 * 2 + 2 * 32 * 16
+    weights = 4 * (attention + 4 * 32 + 2 * 3 * 32 * 16)
+    assert model.flops([1]) == 2 * weights + 4 * 4 * 8 * 4
+
+
+@pytest.mark.parametrize("name", sorted(tiny.CONFIGS))
+def test_every_architecture_has_a_cost(name, load):
+    assert load(name, ("final",)).flops([10]) > 10 * 32 * 32
+
+
+def test_recurrent_layers_cost_the_delta_rule_and_no_pairs(load):
+    model = load("qwen3_5", (2,))
+    assert model.flops([200]) == 2 * model.flops([100])
+    convolution_and_state = 2 * 64 * 4 + 6 * 4 * 8 * 8
+    assert model.flops([1]) > 3 * convolution_and_state

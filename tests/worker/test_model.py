@@ -1,0 +1,155 @@
+"""Loading: only what is needed, nothing missing; layers mean what they say."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swathe.errors import ModelError
+from tests.worker import tiny
+from worker.backbone import load_backbone
+from worker.model import load_model
+
+NAMES = [*tiny.CONFIGS, "nested"]
+CPU = torch.device("cpu")
+
+
+def full_states(name, ids):
+    """Block outputs of the full model, taken by plain hooks, and what transformers itself reports."""
+    model = tiny.build_nested() if name == "nested" else tiny.build(name)
+    blocks = next(
+        child
+        for path, child in model.named_modules()
+        if isinstance(child, torch.nn.ModuleList)
+        and len(child) == tiny.LAYERS
+        and "vis" not in path
+    )
+    taken = {}
+    for index, block in enumerate(blocks):
+        block.register_forward_hook(
+            lambda _m, _a, out, index=index: taken.__setitem__(
+                index, out[0] if isinstance(out, tuple) else out
+            )
+        )
+    with torch.inference_mode():
+        output = model(
+            input_ids=torch.from_numpy(ids.astype(np.int64))[None],
+            use_cache=False,
+            output_hidden_states=True,
+        )
+    return [taken[index][0] for index in range(tiny.LAYERS)], [h[0] for h in output.hidden_states]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_is_the_output_of_its_block_in_the_full_model(name, load):
+    ids = tiny.samples([31])[0]
+    blocks, reported = full_states(name, ids)
+    for layers, taken in (((0, 2), (0, 2)), ((1, "final"), (1, 3)), ((2,), (2,))):
+        found_SKH = load(name, layers).reference(ids)
+        for slot, block in enumerate(taken):
+            assert tiny.relative_error(found_SKH[:, slot], blocks[block]) < 1e-4
+            if block < tiny.LAYERS - 1:
+                assert tiny.relative_error(found_SKH[:, slot], reported[block + 1]) < 1e-4
+                # Negative control: a capture that is off by one layer must not pass.
+                assert tiny.relative_error(found_SKH[:, slot], reported[block]) > 1e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_final_is_before_the_final_norm_and_the_norm_is_told(name, load):
+    ids = tiny.samples([31])[0]
+    _, reported = full_states(name, ids)
+    model = load(name, ("final",))
+    final_SH = model.reference(ids)[:, 0]
+    norm = model.final_norm()
+    weight_H = norm.weight_H + 1 if norm.kind == "rms_1p" else norm.weight_H
+    if norm.kind == "layernorm":
+        normed_SH = torch.nn.functional.layer_norm(
+            final_SH, weight_H.shape, weight_H, norm.bias_H, norm.eps
+        )
+    else:
+        normed_SH = torch.nn.functional.rms_norm(final_SH, weight_H.shape, weight_H, norm.eps)
+    assert tiny.relative_error(normed_SH, reported[-1]) < 1e-4
+    assert tiny.relative_error(final_SH, reported[-1]) > 1e-2
+
+
+def test_only_the_blocks_up_to_the_deepest_layer_are_loaded(checkpoint, load):
+    parts = load_backbone(checkpoint("nested"), depth=2, dtype="bfloat16", device=CPU)
+    assert len(parts.blocks) == 2
+    assert parts.num_layers == tiny.LAYERS
+    names = [name for name, _ in parts.module.named_parameters()]
+    assert not any("visual" in name or "lm_head" in name or "layers.2" in name for name in names)
+    assert all(p.dtype == torch.bfloat16 for p in parts.module.parameters())
+    norm = load("qwen3", (0,)).final_norm()
+    stored = load_file(checkpoint("qwen3") / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(norm.weight_H, stored)
+
+
+def test_missing_weights_are_refused_by_name(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    gone = "model.layers.1.mlp.up_proj.weight"
+    del weights[gone]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks layers\.1\.mlp\.up_proj\.weight"):
+        load_model(folder, layers=[2], dtype="float32", device=CPU)
+    # The block is not needed for layer 0.
+    assert load_model(folder, layers=[0], dtype="float32", device=CPU).num_layers == tiny.LAYERS
+
+
+def test_mismatched_weights_are_refused_by_name(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    weights[name] = weights[name][:8].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"wrong shape for layers\.0\.self_attn\.k_proj\.weight"):
+        load_model(folder, layers=[2], dtype="float32", device=CPU)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="no readable model config"):
+        load_model(tmp_path, layers=[0], dtype="float32", device=CPU)
+
+
+def test_a_truncated_weight_file_is_refused(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "broken")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="does not load"):
+        load_model(folder, layers=[2], dtype="float32", device=CPU)
+
+
+def test_layers_that_do_not_exist_are_refused(load):
+    with pytest.raises(ModelError, match="layer 9 does not exist"):
+        load("llama", (9,))
+    with pytest.raises(ModelError, match="same tensor"):
+        load("llama", (3, "final"))
+
+
+def test_random_weights_have_the_shape_of_a_config_and_repeat(tmp_path):
+    config = tiny.CONFIGS["qwen3_5"]()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    ids = tiny.samples([17])[0]
+    state_before = torch.random.get_rng_state()
+    first, second = (
+        load_model(f"random:{path}", layers=[1, "final"], dtype="float32", device=CPU).reference(
+            ids
+        )
+        for _ in range(2)
+    )
+    assert first.shape == (17, 2, 32)
+    assert torch.equal(first, second)
+    assert torch.isfinite(first).all()
+    assert first.norm(dim=-1).min() > 0
+    assert torch.equal(state_before, torch.random.get_rng_state())
+    assert json.loads(path.read_text(encoding="utf-8"))["num_hidden_layers"] == tiny.LAYERS
+
+
+def test_learned_positions_limit_a_sample(load):
+    assert load("gpt2").max_positions == 512
+    assert load("llama").max_positions is None
+    assert load("llama").vocab_rows == tiny.VOCAB

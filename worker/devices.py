@@ -1,0 +1,145 @@
+"""The devices of this node, by UUID: what NVML shows, cut down to what CUDA_VISIBLE_DEVICES allows."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from swathe.errors import ConfigError
+
+CPU_UUID: Final = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device that gets a worker of its own."""
+
+    uuid: str
+    """``GPU-...``, ``MIG-...`` or ``cpu``."""
+    label: str
+    """Short name for worker names and logs."""
+    name: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """True for the processor."""
+        return self.uuid == CPU_UUID
+
+    def environment(self) -> dict[str, str]:
+        """Variables that pin a process to this device: by UUID, since indices move when a device fails."""
+        return {
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+            "CUDA_VISIBLE_DEVICES": "" if self.is_cpu else self.uuid,
+        }
+
+
+CPU: Final = Device(uuid=CPU_UUID, label="cpu", name="CPU")
+
+
+def present_devices() -> list[Device] | None:
+    """All GPUs and MIG instances in PCI order; empty without a driver, None when the driver does not answer now.
+
+    None is no news: NVML can die in a running container while CUDA goes on working there.
+    """
+    try:
+        import pynvml  # noqa: PLC0415 - a node without the gpu packages works on its CPU
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return []
+    except pynvml.NVMLError:
+        return None
+    try:
+        return list(_enumerate(pynvml))
+    except pynvml.NVMLError:
+        return None
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def visible(devices: Sequence[Device], environment: Mapping[str, str]) -> list[Device]:
+    """Those that CUDA_VISIBLE_DEVICES leaves, in its order; as in CUDA, an unknown entry hides what follows it."""
+    setting = environment.get("CUDA_VISIBLE_DEVICES")
+    if setting is None:
+        return list(devices)
+    out: list[Device] = []
+    for entry in filter(None, (part.strip() for part in setting.split(","))):
+        found = _find(devices, entry)
+        if found is None:
+            break
+        out.append(found)
+    return out
+
+
+def choose(wanted: str, devices: Sequence[Device]) -> list[Device]:
+    """What ``--devices`` asks for among the visible devices. Raises ConfigError for what is not there.
+
+    ``all`` without any GPU means the CPU.
+    """
+    if wanted == "cpu":
+        return [CPU]
+    if wanted == "all":
+        return list(devices) or [CPU]
+    out = []
+    for entry in filter(None, (part.strip() for part in wanted.split(","))):
+        found = _find(devices, entry)
+        if found is None:
+            here = ", ".join(f"{index}: {device.uuid}" for index, device in enumerate(devices))
+            msg = (
+                f"--devices {wanted}: there is no device {entry} here; visible are {here or 'none'}"
+            )
+            raise ConfigError(msg)
+        if found not in out:
+            out.append(found)
+    if not out:
+        msg = f"--devices {wanted!r}: say all, cpu, or indices or UUIDs with commas between"
+        raise ConfigError(msg)
+    return out
+
+
+def _find(devices: Sequence[Device], entry: str) -> Device | None:
+    if entry.isdecimal():
+        return devices[int(entry)] if int(entry) < len(devices) else None
+    matches = [device for device in devices if device.uuid.lower().startswith(entry.lower())]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _enumerate(nvml: Any) -> Iterator[Device]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError_GpuIsLost:
+            continue  # fell off the bus; its neighbours are fine
+        instances = list(_instances(nvml, handle))
+        if instances:
+            for place, instance in enumerate(instances):
+                yield _device(nvml, instance, f"gpu{index}mig{place}")
+        else:
+            yield _device(nvml, handle, f"gpu{index}")
+
+
+def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
+    try:
+        current, _pending = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError:
+        return  # a card without MIG
+    if not current:
+        return
+    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with contextlib.suppress(nvml.NVMLError):
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+
+
+def _device(nvml: Any, handle: Any, label: str) -> Device:
+    return Device(
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        label=label,
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,108 @@
+"""Which implementation each operation of one loaded model runs on, and the switch between fast and stock.
+
+Implementations are bound to the modules of this model's instance, never to transformers' classes or modules: other
+models in the process, and this model's own reference path, keep the stock ones.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from swathe.architectures import PACKS
+from swathe.errors import ModelError
+from worker import fla_kernels, packing
+
+Kernels = Literal["auto", "reference"]
+Mode = Literal["packed", "padded", "stock"]
+
+_DELTA_RULE: Final = "torch_chunk_gated_delta_rule"
+_CONVOLUTION: Final = "causal_conv1d_fn"
+
+
+class KernelSet:
+    """The bound implementations of one model. ``names`` says for each operation what is bound."""
+
+    def __init__(
+        self, module: Any, blocks: Sequence[nn.Module], *, kernels: Kernels, device: torch.device
+    ) -> None:
+        self._config = module.config
+        self._stock_attention: str = self._config._attn_implementation  # noqa: SLF001 - no public name
+        self._stock: list[tuple[nn.Module, Any]] = []
+        self._fast: list[tuple[nn.Module, Any]] = []
+        self.mixers = len(blocks)
+        self.can_pack = kernels == "auto" and self._config.model_type in PACKS
+        self.names = {"attention": self._stock_attention}
+        if self.can_pack:
+            AttentionInterface.register(packing.ATTENTION_NAME, packing.packed_attention)
+            self.names["packed_attention"] = packing.attention_kernel(device, module.dtype)
+        self._bind_delta_nets(blocks, fast=kernels == "auto" and device.type == "cuda")
+
+    @contextmanager
+    def use(self, mode: Mode) -> Iterator[None]:
+        """Run the model in one mode inside this context."""
+        forwards = self._stock if mode == "stock" else self._fast
+        for module, forward in forwards:
+            module.forward = forward
+        attention = packing.ATTENTION_NAME if mode == "packed" else self._stock_attention
+        self._config._attn_implementation = attention  # noqa: SLF001 - as above
+        try:
+            yield
+        finally:
+            self._config._attn_implementation = self._stock_attention  # noqa: SLF001 - as above
+            for module, _ in forwards:
+                del module.forward
+
+    def _bind_delta_nets(self, blocks: Sequence[nn.Module], *, fast: bool) -> None:
+        nets = [net for block in blocks for net in block.modules() if _is_delta_net(net)]
+        if not nets:
+            return
+        fla, version = fla_kernels.available() if fast else (False, "")
+        self.names["delta_rule"] = self.names["convolution"] = version if fla else "torch"
+        for net in nets:
+            functions = inspect.unwrap(type(net).forward).__globals__
+            # transformers wraps these and takes fla's kernel at import where it finds one; below is its own.
+            pure_rule = inspect.unwrap(functions[_DELTA_RULE])
+            pure_convolution = inspect.unwrap(functions[_CONVOLUTION])
+            by_sample = {
+                _DELTA_RULE: packing.delta_rule_by_sample(pure_rule),
+                _CONVOLUTION: packing.convolution_by_sample(pure_convolution),
+            }
+            self._stock.append((net, rebound_forward(net, by_sample)))
+            if fla:
+                by_sample = {
+                    _DELTA_RULE: fla_kernels.delta_rule(net),
+                    _CONVOLUTION: fla_kernels.convolution(),
+                }
+            self._fast.append((net, rebound_forward(net, by_sample)))
+
+
+def _is_delta_net(module: nn.Module) -> bool:
+    names = inspect.unwrap(type(module).forward).__code__.co_names
+    return _DELTA_RULE in names and _CONVOLUTION in names
+
+
+def rebound_forward(module: nn.Module, functions: dict[str, Callable[..., Any]]) -> Any:
+    """The module's own forward with some of the global functions that it calls replaced, for this instance.
+
+    Raises ModelError when the forward does not call one of them by that name (another transformers).
+    """
+    forward: Any = inspect.unwrap(type(module).forward)
+    absent = [name for name in functions if name not in forward.__code__.co_names]
+    if absent:
+        msg = f"{type(module).__name__} does not call {', '.join(absent)}; this transformers is not supported"
+        raise ModelError(msg)
+    function = FunctionType(
+        forward.__code__,
+        {**forward.__globals__, **functions},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    function.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(function, module)

@@ -1,0 +1,88 @@
+"""The model's final norm as data, so that exports can apply it without the model.
+
+Architectures write the same three norms under many class names, some of them with ``1 + weight``. The kind is
+therefore found by trying: the module is run on a probe and compared with each formula.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+
+from swathe.errors import ModelError
+
+NormKind = Literal["rms", "rms_1p", "layernorm"]
+"""``rms``: x / rms(x) * w. ``rms_1p``: x / rms(x) * (1 + w). ``layernorm``: (x - mean) / std * w + b."""
+
+_ATTRIBUTES: Final = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinalNorm:
+    """Weight (and bias) of the final norm on the host, in the model's dtype."""
+
+    weight_H: torch.Tensor
+    bias_H: torch.Tensor | None
+    eps: float
+    kind: NormKind
+
+
+def read_final_norm(backbone: nn.Module) -> FinalNorm:
+    """Read the final norm of a backbone. Raises ModelError when it has none of a known kind."""
+    module = next(
+        (child for name in _ATTRIBUTES if (child := getattr(backbone, name, None)) is not None),
+        None,
+    )
+    eps = _eps(module)
+    weight_H = getattr(module, "weight", None)
+    if module is None or eps is None or not isinstance(weight_H, torch.Tensor):
+        msg = f"{type(backbone).__name__} has no final norm that swathe knows"
+        raise ModelError(msg)
+    bias_H = getattr(module, "bias", None)
+    kind = _kind(module, weight_H, bias_H, eps)
+    return FinalNorm(
+        weight_H=weight_H.detach().cpu().clone(),
+        bias_H=None if bias_H is None else bias_H.detach().cpu().clone(),
+        eps=eps,
+        kind=kind,
+    )
+
+
+def _eps(module: Any) -> float | None:
+    for name in ("variance_epsilon", "eps"):
+        if isinstance(value := getattr(module, name, None), float):
+            return value
+    return None
+
+
+def _kind(
+    module: nn.Module, weight_H: torch.Tensor, bias_H: torch.Tensor | None, eps: float
+) -> NormKind:
+    # On the host and in fp32: a GPU's bf16 rounding must not decide which formula fits.
+    probe = copy.deepcopy(module).to(device="cpu", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    x_NH = torch.randn(4, weight_H.shape[0], generator=generator) + 0.5
+    with torch.inference_mode():
+        found_NH = probe(x_NH)
+    weight_H = weight_H.detach().float().cpu()
+    bias_H = torch.zeros_like(weight_H) if bias_H is None else bias_H.detach().float().cpu()
+    for kind, formula in _FORMULAS.items():
+        if torch.allclose(formula(x_NH, weight_H, bias_H, eps), found_NH, rtol=1e-4, atol=1e-5):
+            return kind
+    msg = f"the final norm {type(module).__name__} is none of {', '.join(_FORMULAS)}"
+    raise ModelError(msg)
+
+
+def _rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+_Formula = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+_FORMULAS: Final[dict[NormKind, _Formula]] = {
+    "rms": lambda x, w, b, eps: _rms(x, eps) * w + b,
+    "rms_1p": lambda x, w, b, eps: _rms(x, eps) * (1 + w) + b,
+    "layernorm": lambda x, w, b, eps: nn.functional.layer_norm(x, w.shape, w, b, eps),
+}

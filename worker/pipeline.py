@@ -1,0 +1,293 @@
+"""A range's way through the worker: read thread -> one compute thread -> upload threads -> outbox.
+
+Nothing waits for a stage but the one before it, and the number of ranges held bounds every queue between them.
+"""
+
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal
+
+from swathe import log
+from swathe.errors import (
+    ConfigError,
+    FormatError,
+    ModelError,
+    QueueError,
+    RefusedJobError,
+    RunMismatchError,
+    SwatheError,
+    WorkerError,
+)
+from swathe.queue import Back
+from worker.contract import STORED, RangeWork, WorkerOptions
+from worker.flights import Flight, Flights
+from worker.outbox import Outbox
+
+Kind = Literal["infrastructure", "mismatch", "refused", "worker", "range"]
+
+_FIRST_BACKOFF_S = 0.5
+_LONGEST_BACKOFF_S = 30.0
+
+
+def classify(error: BaseException) -> Kind:
+    """Whose fault an error is."""
+    if isinstance(error, RefusedJobError):
+        return "refused"
+    if isinstance(error, RunMismatchError | ModelError | ConfigError | FormatError):
+        # These depend on this node (its model, its software, its mounts): elsewhere the range may be fine, and a
+        # single ill-equipped node must not spend the budget of every range of the run.
+        return "mismatch"
+    if isinstance(error, WorkerError) or not isinstance(error, Exception):
+        return "worker"
+    if (isinstance(error, SwatheError) and error.retryable) or isinstance(error, OSError):
+        return "infrastructure"
+    return "range"
+
+
+class Pipeline:
+    """Threads between the claim and the settlement. ``on_fatal`` and ``on_mismatch`` tell the worker loop."""
+
+    def __init__(
+        self,
+        work: RangeWork,
+        flights: Flights,
+        options: WorkerOptions,
+        *,
+        on_fatal: Callable[[BaseException], None],
+        on_mismatch: Callable[[Flight, BaseException], None],
+    ) -> None:
+        self._work = work
+        self._flights = flights
+        self._options = options
+        self._on_fatal = on_fatal
+        self._on_mismatch = on_mismatch
+        self._log: Any = log.get("worker")
+        self._to_read: queue.SimpleQueue[Flight] = queue.SimpleQueue()
+        self._to_compute: queue.SimpleQueue[Flight] = queue.SimpleQueue()
+        self._to_store: queue.SimpleQueue[Flight] = queue.SimpleQueue()
+        self.outbox = Outbox()
+        self._failed_in_a_row: set[str] = set()
+        self._backoff_s = 0.0
+        self._backoff_until_s = 0.0
+        self.progress_s = time.monotonic()
+        self._halted = False
+        self.done = 0
+
+    def start(self) -> None:
+        """Start all threads; they are daemons, so that a hung device cannot keep the process alive."""
+        self.outbox.start()
+        loops: list[tuple[str, Callable[[], None]]] = [
+            ("read", lambda: self._forever(self._to_read, self._read)),
+            ("compute", lambda: self._forever(self._to_compute, self._compute)),
+        ]
+        loops += [
+            (f"upload-{index}", lambda: self._forever(self._to_store, self._store))
+            for index in range(self._options.jobs_in_flight)
+        ]
+        for name, loop in loops:
+            threading.Thread(target=loop, name=name, daemon=True).start()
+
+    def submit(self, flight: Flight) -> None:
+        """Take a claimed range."""
+        self._flights.add(flight)
+        self._to_read.put(flight)
+
+    def progress(self) -> None:
+        """The computation moved: the watchdog starts again."""
+        self.progress_s = time.monotonic()
+
+    @property
+    def backoff_s(self) -> float:
+        """How long nothing should be claimed, since store or Redis do not work."""
+        return max(0.0, self._backoff_until_s - time.monotonic())
+
+    def _forever(self, source: "queue.SimpleQueue[Flight]", step: Callable[[Flight], None]) -> None:
+        while True:
+            flight = source.get()
+            try:
+                step(flight)
+            except BaseException as error:  # noqa: BLE001 - a thread must tell, whatever it was
+                self._settle_error(flight, error)
+
+    def _read(self, flight: Flight) -> None:
+        if not self._flights.advance(flight, "reading"):
+            return
+        reason = self._spent(flight)
+        if reason:
+            self._set_aside(flight, reason, flight.lease.history)
+            return
+        prepared = self._work.prepare(flight.job)
+        if prepared is STORED:
+            self._succeeded(flight)
+            return
+        flight.load = prepared
+        if self._flights.advance(flight, "ready"):
+            self._to_compute.put(flight)
+
+    def _compute(self, flight: Flight) -> None:
+        if self._halted or not self._flights.advance(flight, "computing"):
+            return
+        self.progress()
+        try:
+            held = flight.book.start(flight.lease)
+        except QueueError:
+            # Redis is away: nobody can take the range from us now, and its record will be exclusive.
+            held = True
+        if not held:
+            self._flights.remove(flight)
+            self._log.warning("lease lost before compute, range dropped", job=flight.lease.job_id)
+            return
+        prepared, flight.load = flight.load, None
+        computed = self._work.compute(prepared)
+        del prepared
+        self.progress()
+        flight.load = computed
+        if self._flights.advance(flight, "storing"):
+            self._to_store.put(flight)
+        else:
+            self._log.warning("lease lost during compute, result dropped", job=flight.lease.job_id)
+
+    def _store(self, flight: Flight) -> None:
+        computed, flight.load = flight.load, None
+        self._work.publish(computed)
+        self._succeeded(flight)
+
+    def _succeeded(self, flight: Flight) -> None:
+        self._failed_in_a_row.clear()
+        self._backoff_s = 0.0
+        self._acknowledge(flight)
+
+    def _acknowledge(self, flight: Flight) -> None:
+        seconds = time.monotonic() - flight.claimed_s
+        self._flights.advance(flight, "settling")
+
+        def settle() -> None:
+            if not flight.book.ack(flight.lease, seconds):
+                # Also after an acknowledgement whose answer was lost.
+                self._log.warning(
+                    "not acknowledged: the lease was taken away; what is stored counts",
+                    job=flight.lease.job_id,
+                )
+            self._flights.remove(flight)
+            self.done += 1
+
+        self.outbox.put(settle)
+
+    def _spent(self, flight: Flight) -> str:
+        """Why the range must not be tried again, or nothing."""
+        lease, options = flight.lease, self._options
+        if lease.failures >= options.max_failures:
+            return f"raised {lease.failures} times"
+        if lease.deaths >= options.max_deaths:
+            return f"{lease.deaths} processes died with it on their device"
+        if lease.bystander_deaths >= options.max_bystander_deaths:
+            return f"{lease.bystander_deaths} processes died while they held it"
+        return ""
+
+    def _set_aside(self, flight: Flight, reason: str, history: tuple[str, ...]) -> None:
+        self._work.set_aside(flight.job, reason, history)
+        self._log.error(
+            "range set aside; the run goes on without it, `swathe retry` brings it back",
+            job=flight.lease.job_id, reason=reason, last=history[-1] if history else "",
+        )  # fmt: skip
+        self._acknowledge(flight)
+
+    def _halt(self, error: BaseException) -> None:
+        """Touch the device no more; what is not on it yet goes back when the worker drains."""
+        self._halted = True
+        self._on_fatal(error)
+
+    def _settle_error(self, flight: Flight, error: BaseException) -> None:
+        kind = classify(error)
+        place = flight.place
+        if kind == "worker":
+            self._halt(error)
+        if not self._flights.advance(flight, "settling"):
+            return
+        if kind == "infrastructure":
+            self._back_off(flight, error)
+        elif kind == "mismatch":
+            self._on_mismatch(flight, error)
+            self.hand_back(flight, "mismatch")
+        elif kind == "refused":
+            self._refuse(flight, str(error))
+        elif kind == "worker":
+            # The one range on the device when it broke may be why.
+            death = f"worker {flight.book.worker}: {_brief(error)}" if place == "computing" else ""
+            self.hand_back(flight, "worker", death=death)
+        else:
+            self._fail(flight, error)
+
+    def hand_back(self, flight: Flight, reason: Back, *, death: str = "") -> None:
+        """The range goes to the front of the queue as soon as Redis answers."""
+
+        def settle() -> None:
+            flight.book.hand_back([flight.lease], reason, death=death)
+            self._flights.remove(flight)
+
+        self.outbox.put(settle)
+
+    def _refuse(self, flight: Flight, reason: str) -> None:
+        self._log.error("job refused and set aside", job=flight.lease.job_id, reason=reason)
+
+        def settle() -> None:
+            flight.book.refuse(flight.lease, reason)
+            self._flights.remove(flight)
+
+        self.outbox.put(settle)
+
+    def _back_off(self, flight: Flight, error: BaseException) -> None:
+        self._backoff_s = min(max(self._backoff_s * 2, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
+        self._backoff_until_s = time.monotonic() + self._backoff_s
+        self._log.warning(
+            "store or network does not work; range handed back, no budget spent",
+            job=flight.lease.job_id, error=str(error), pause_s=self._backoff_s,
+        )  # fmt: skip
+        self.hand_back(flight, "infrastructure")
+
+    def _fail(self, flight: Flight, error: BaseException) -> None:
+        line = f"worker {flight.book.worker}: {_brief(error)}"
+        trace = "".join(traceback.format_exception(error))
+        self._log.error("range failed", job=flight.lease.job_id, error=line, traceback=trace)
+        self._failed_in_a_row.add(flight.lease.job_id)
+        suspicious = len(self._failed_in_a_row) >= self._options.max_failures_in_a_row
+
+        def settle() -> None:
+            answer = flight.book.fail(flight.lease, self._options.max_failures, line)
+            if answer.held and answer.spent:
+                reason = f"raised {answer.failures} times"
+                self._later(lambda: self._set_aside(flight, reason, answer.history), flight)
+                return
+            if not answer.held:
+                self._log.warning(
+                    "lease lost, failure not counted; the range runs elsewhere",
+                    job=flight.lease.job_id,
+                )
+            self._flights.remove(flight)
+
+        self.outbox.put(settle)
+        if suspicious:
+            self._halt(
+                WorkerError(
+                    f"{len(self._failed_in_a_row)} ranges failed one after another on this worker and none"
+                    f" succeeded, the last with: {_brief(error)}; it stops so as not to spend every range's budget"
+                )
+            )
+
+    def _later(self, action: Callable[[], None], flight: Flight) -> None:
+        """Do store work off the outbox's thread, which must stay free for acknowledgements."""
+
+        def guarded() -> None:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - the marker must come into being some time
+                self._back_off(flight, error)
+
+        threading.Thread(target=guarded, name="set-aside", daemon=True).start()
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
