@@ -107,13 +107,13 @@ class Adapter(Dataset[Tensors], ABC):
     def _parts(self, index: int) -> tuple[Tensors, torch.Tensor, torch.Tensor]:
         """A sample, its layers side by side [S, K * H], and its final state [S, H] (normed where that is wanted)."""
         sample = self._cut(self.dataset[int(self.members[index])])
-        states_SKH = sample.pop("hidden_states")  # noqa: N806
+        states_SKH = sample.pop("hidden_states")
         dtype = getattr(torch, self.dtype)
         count = len(self.selection.aux)
-        final_SH = states_SKH[:, -1]  # noqa: N806
+        final_SH = states_SKH[:, -1]
         if self._norm is not None:
             # Before the cast: the norm must see what the model's own norm saw.
-            final_SH = self._norm(final_SH)  # noqa: N806
+            final_SH = self._norm(final_SH)
         return sample, states_SKH[:, :count].flatten(1).to(dtype), final_SH.to(dtype)
 
     def _cut(self, sample: Tensors) -> Tensors:
@@ -134,7 +134,7 @@ def supervised_pairs(dataset: HiddenStates, max_length: int | None) -> NDArray[n
     One pass over the shards' loss masks, a byte a token, without Python touching a sample.
     """
     found = np.zeros(len(dataset), dtype=bool)
-    for members, mask_T in dataset.shard_tokens("loss_mask"):  # noqa: N806
+    for members, mask_T in dataset.shard_tokens("loss_mask"):
         pairs_before = np.concatenate([[0, 0], np.cumsum(mask_T[1:] & mask_T[:-1], dtype=np.int64)])
         first = dataset.offsets[members]
         stop = first + np.minimum(dataset.lengths[members], max_length or _ANY_LENGTH)

@@ -41,7 +41,7 @@ class ModelOpt(Adapter):
 
     def file(self, index: int) -> Tensors:
         """A ``.pt`` file that loads with ``weights_only=True``."""
-        sample, aux_SD, final_SH = self._parts(index)  # noqa: N806
+        sample, aux_SD, final_SH = self._parts(index)
         return {
             "input_ids": sample["input_ids"],
             "loss_mask": sample["loss_mask"],
@@ -53,10 +53,10 @@ class ModelOpt(Adapter):
     def __getitem__(self, index: int) -> Tensors:
         """Raises IndexError, and IntegrityError naming the file when a shard is missing or damaged."""
         file = self.file(index)
-        ids_S = file["input_ids"]  # noqa: N806
-        labels_S = torch.full_like(ids_S, _IGNORED)  # noqa: N806
+        ids_S = file["input_ids"]
+        labels_S = torch.full_like(ids_S, _IGNORED)
         labels_S[:-1] = ids_S[1:]
-        ones_S = torch.ones_like(ids_S)  # noqa: N806
+        ones_S = torch.ones_like(ids_S)
         return {
             "input_ids": ids_S,
             "base_model_hidden_states": file["hidden_states"],

@@ -25,8 +25,8 @@ class FinalNorm:
 
     kind: str
     eps: float
-    weight_H: torch.Tensor  # noqa: N815 - the suffix is the shape
-    bias_H: torch.Tensor | None  # noqa: N815
+    weight_H: torch.Tensor
+    bias_H: torch.Tensor | None
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Raises FormatError when H is not the norm's."""
@@ -34,7 +34,7 @@ class FinalNorm:
             msg = f"{names.FINAL_NORM}: {len(self.weight_H)} weights for states of size {states.shape[-1]}"
             raise FormatError(msg)
         if self.kind == "layernorm":
-            bias_H = None if self.bias_H is None else self.bias_H.to(states.dtype)  # noqa: N806
+            bias_H = None if self.bias_H is None else self.bias_H.to(states.dtype)
             return torch.nn.functional.layer_norm(
                 states, self.weight_H.shape, self.weight_H.to(states.dtype), bias_H, self.eps
             )

@@ -53,7 +53,7 @@ class SpecForge(Adapter):
 
     def file(self, index: int) -> Tensors:
         """``data_{index}.ckpt``."""
-        sample, aux_SD, final_SH = self._parts(index)  # noqa: N806
+        sample, aux_SD, final_SH = self._parts(index)
         tokens = {"input_ids": sample["input_ids"], "loss_mask": sample["loss_mask"]}
         if self.algorithm == "eagle3":
             return tokens | {"aux_hidden_state": aux_SD[None], "hidden_state": final_SH[None]}
@@ -65,7 +65,7 @@ class SpecForge(Adapter):
     def __getitem__(self, index: int) -> Tensors:
         """Raises IndexError, and IntegrityError naming the file when a shard is missing or damaged."""
         file = self.file(index)
-        ids_1S, mask_1S = file["input_ids"][None], file["loss_mask"][None]  # noqa: N806
+        ids_1S, mask_1S = file["input_ids"][None], file["loss_mask"][None]
         if self.algorithm != "eagle3":
             return file | {"input_ids": ids_1S, "loss_mask": mask_1S}
         mask_1S[0, -1:] = 0

@@ -47,10 +47,10 @@ class Speculators(Adapter):
     def file(self, index: int) -> Tensors:
         """``hs_{index}.safetensors``: ``token_ids`` int64 [S], ``hidden_states`` [S, K + 1, H] (, ``_scales``)."""
         sample = self._cut(self.dataset[int(self.members[index])])
-        states_SKH = sample["hidden_states"].to(getattr(torch, self.dtype))  # noqa: N806
+        states_SKH = sample["hidden_states"].to(getattr(torch, self.dtype))
         if not self.fp8:
             return {"token_ids": sample["input_ids"], "hidden_states": states_SKH}
-        quantized_SKH, scales_S11 = quantize_fp8(states_SKH)  # noqa: N806
+        quantized_SKH, scales_S11 = quantize_fp8(states_SKH)
         return {
             "token_ids": sample["input_ids"],
             "hidden_states": quantized_SKH,
@@ -59,7 +59,7 @@ class Speculators(Adapter):
 
     def __getitem__(self, index: int) -> Tensors:
         """Raises IndexError, and IntegrityError naming the file when a shard is missing or damaged."""
-        sample, aux_SD, final_SH = self._parts(index)  # noqa: N806
+        sample, aux_SD, final_SH = self._parts(index)
         length = len(sample["input_ids"])
         return {
             "hidden_states": aux_SD,
@@ -71,8 +71,8 @@ class Speculators(Adapter):
         }
 
 
-def quantize_fp8(states_SKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: N803
+def quantize_fp8(states_SKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """hs_connectors' rule: one float32 scale per token, largest magnitude over layers and channels / 448."""
-    full_SKH = states_SKH.float()  # noqa: N806
-    scales_S11 = (full_SKH.abs().amax(dim=(1, 2), keepdim=True) / _FP8_MAX).clamp(min=1e-12)  # noqa: N806
+    full_SKH = states_SKH.float()
+    scales_S11 = (full_SKH.abs().amax(dim=(1, 2), keepdim=True) / _FP8_MAX).clamp(min=1e-12)
     return (full_SKH / scales_S11).to(torch.float8_e4m3fn), scales_S11

@@ -128,6 +128,7 @@ def _claimed(dest: Path, writer: FormatWriter, options: ExportOptions) -> Iterat
         "run_id": spec.run_id,
         "fingerprint": spec.fingerprint,
         "options": _remembered(options),
+        "trainer_layer_ids": writer.adapter.trainer_ids,
         "samples": len(writer.adapter),
         "complete": False,
     }

@@ -72,12 +72,12 @@ def token_counts(adapter: Adapter) -> dict[int, int]:
     counts: NDArray[np.int64] = np.zeros(adapter.spec.model.vocab_rows, dtype=np.int64)
     dataset, limit = adapter.dataset, adapter.max_length
     pairs = zip(dataset.shard_tokens("input_ids"), dataset.shard_tokens("loss_mask"), strict=True)
-    for (members, ids_T), (_, mask_T) in pairs:  # noqa: N806
-        supervised_T = mask_T.astype(bool)  # noqa: N806
+    for (members, ids_T), (_, mask_T) in pairs:
+        supervised_T = mask_T.astype(bool)
         if limit is not None:
             lengths = dataset.lengths[members]
-            place_T = np.arange(lengths.sum()) - np.repeat(dataset.offsets[members], lengths)  # noqa: N806
-            supervised_T &= place_T < limit  # noqa: N806
+            place_T = np.arange(lengths.sum()) - np.repeat(dataset.offsets[members], lengths)
+            supervised_T &= place_T < limit
         counts += np.bincount(ids_T[supervised_T], minlength=len(counts))
     return {int(token): int(counts[token]) for token in counts.nonzero()[0]}
 

@@ -29,7 +29,7 @@ def collate_padded(
 
     lengths = [min(len(sample["input_ids"]), max_length or 2**62) for sample in samples]
     longest = -(-max(lengths) // multiple_of) * multiple_of
-    length_B = torch.tensor(lengths)  # noqa: N806
+    length_B = torch.tensor(lengths)
     return {
         "row": torch.tensor([sample["row"] for sample in samples]),
         "id": [sample["id"] for sample in samples],
@@ -59,7 +59,7 @@ def collate_packed(samples: Sequence[Sample], *, max_tokens: int | None = None) 
         lengths.append(length)
         room -= length
     kept = samples[: len(lengths)]
-    length_B = torch.tensor(lengths)  # noqa: N806
+    length_B = torch.tensor(lengths)
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     offsets[1:] = length_B.cumsum(0)
     return {

@@ -116,17 +116,17 @@ class HiddenStates:
         """One sample. Raises IndexError, and IntegrityError naming the file when a shard is missing or damaged."""
         shard, first, stop = self._place(index)
         sample = self.tokens(index)
-        states_SKH = self._source.read(shard, STATES, first, stop)  # noqa: N806
+        states_SKH = self._source.read(shard, STATES, first, stop)
         if self._slots is not None:
-            states_SKH = select_slots(states_SKH, self._slots)  # noqa: N806
+            states_SKH = select_slots(states_SKH, self._slots)
         if self._dequantize or self._keep_scales:
-            scales_SK = self._source.read(shard, "hidden_states_scales", first, stop)  # noqa: N806
+            scales_SK = self._source.read(shard, "hidden_states_scales", first, stop)
             if self._slots is not None:
-                scales_SK = select_slots(scales_SK, self._slots)  # noqa: N806
+                scales_SK = select_slots(scales_SK, self._slots)
             if self._keep_scales:
                 sample["hidden_states_scales"] = scales_SK
             else:
-                states_SKH = self._dequantized(states_SKH, scales_SK)  # noqa: N806
+                states_SKH = self._dequantized(states_SKH, scales_SK)
         sample["hidden_states"] = states_SKH
         return sample
 
@@ -184,7 +184,7 @@ class HiddenStates:
         stop = first + int(self._index.lengths[index])
         return self._index.shards[int(self._index.shard_of[index])], first, stop
 
-    def _dequantized(self, states_SKH: "torch.Tensor", scales_SK: "torch.Tensor") -> "torch.Tensor":  # noqa: N803
+    def _dequantized(self, states_SKH: "torch.Tensor", scales_SK: "torch.Tensor") -> "torch.Tensor":
         import torch  # noqa: PLC0415
 
         dtype: torch.dtype = getattr(torch, self.spec.compute_dtype)

@@ -2,6 +2,7 @@
 
 import io
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,6 +50,10 @@ class Recipe:
     longest: int = 40
     norm: str | None = "rms"
     random_weights: bool = False
+    num_layers: int = NUM_LAYERS
+    vocab: int = VOCAB
+    states: Callable[[int], torch.Tensor] | None = None
+    """[S, K, H] of a row; default a function of row, token, slot and channel."""
 
 
 def length_of(row: int, recipe: Recipe) -> int:
@@ -57,7 +62,7 @@ def length_of(row: int, recipe: Recipe) -> int:
 
 def ids_of(row: int, recipe: Recipe) -> np.ndarray:
     rng = np.random.default_rng(row)
-    return rng.integers(0, VOCAB, length_of(row, recipe)).astype(np.int32)
+    return rng.integers(0, recipe.vocab, length_of(row, recipe)).astype(np.int32)
 
 
 def mask_of(row: int, recipe: Recipe) -> np.ndarray:
@@ -78,6 +83,8 @@ def states_of(row: int, length: int, slots: int, hidden: int) -> torch.Tensor:
 
 
 def stored_states(row: int, recipe: Recipe) -> torch.Tensor:
+    if recipe.states is not None:
+        return recipe.states(row)
     return states_of(row, length_of(row, recipe), len(recipe.layers), recipe.hidden)
 
 
@@ -98,8 +105,9 @@ def make_run(folder: Path, recipe: Recipe | None = None, *, sealed: bool = True)
     return store
 
 
-def write_norm(store: Store, kind: str, hidden: int) -> None:
-    weight = torch.linspace(-0.5, 1.5, hidden).bfloat16()
+def write_norm(store: Store, kind: str, hidden: int, weight: torch.Tensor | None = None) -> None:
+    if weight is None:
+        weight = torch.linspace(-0.5, 1.5, hidden).bfloat16()
     tensors = {"weight": weight} | ({"bias": weight.flip(0)} if kind == "layernorm" else {})
     views = {name: view_of(tensor) for name, tensor in tensors.items()}
     store.write(names.FINAL_NORM, codec.encode(views, {"kind": kind, "eps": repr(1e-6)}))
@@ -195,8 +203,8 @@ def _spec(recipe: Recipe, file: TokenFile, longest: int) -> RunSpec:
             source="tiny",
             model_type="llama",
             hidden_size=recipe.hidden,
-            num_layers=NUM_LAYERS,
-            vocab_rows=VOCAB,
+            num_layers=recipe.num_layers,
+            vocab_rows=recipe.vocab,
             checkpoint_dtype=computed,
             config_sha256="0" * 64,
             random_weights=recipe.random_weights,
