@@ -1,7 +1,8 @@
 """Plan 1,000,000 tokenized rows on two cores: seconds and resident memory.
 
 The rows are chat-like: lengths lognormal with mean 335 and sigma 0.9, from 20 to 4,096; ids, masks and row ids in ten
-parquet files. The plan runs in a process of its own, on two cores, and reports its own peak of resident memory.
+parquet files. Each form of plan (packed, in the user's order; padded, by length) runs in a process of its own, on two
+cores, and reports its own peak of resident memory.
 
     python -m bench.plan [--rows N]
 """
@@ -29,8 +30,8 @@ FILES: Final = 10
 MEAN: Final = 335
 SIGMA: Final = 0.9
 VOCAB_ROWS: Final = 32_000
+MODELS: Final = {"packed": "llama", "padded": "an architecture not proven to pack"}
 CONFIG: Final = {
-    "model_type": "llama",
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "vocab_size": VOCAB_ROWS,
@@ -63,16 +64,18 @@ def make_dataset(folder: Path, rows: int) -> int:
     return tokens
 
 
-def measure(root: Path) -> dict[str, Any]:
+def measure(root: Path, form: str) -> dict[str, Any]:
     """Plan once, and once more over the finished run; runs in a process of its own."""
+    config = root / f"{form}.json"
+    config.write_text(json.dumps({"model_type": MODELS[form], **CONFIG}))
     options = PlanOptions(
         dataset=str(root / "data"),
-        model=f"random:{root / 'config.json'}",
+        model=f"random:{config}",
         layers=(1,),
         final=True,
         allow_low_space=True,  # the states are never made
     )
-    store = open_store(root / "run")
+    store = open_store(root / form)
     started_s, cpu_s = time.monotonic(), time.process_time()
     report = plan(store, options)
     seconds, cpu_s = time.monotonic() - started_s, time.process_time() - cpu_s
@@ -80,9 +83,9 @@ def measure(root: Path) -> dict[str, Any]:
     started_s = time.monotonic()
     again = plan(store, options)
     assert again.reused
+    assert report.spec.batching.form == form
     return {
-        "name": "tokenized_parquet",
-        "form": report.spec.batching.form,
+        "name": f"tokenized_parquet_{form}",
         "rows": report.spec.totals.rows,
         "tokens": report.tokens,
         "ranges": report.ranges,
@@ -114,32 +117,34 @@ def main() -> None:
     """Make the data set, measure in a child, write the result."""
     parser = argparse.ArgumentParser(description="Plan tokenized rows: seconds and memory.")
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(json.dumps(measure(arguments.child)))
+        folder, form = arguments.child
+        print(json.dumps(measure(Path(folder), form)))
         return
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, cores)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        (root / "config.json").write_text(json.dumps(CONFIG))
         make_dataset(root / "data", arguments.rows)
-        command = [sys.executable, "-m", "bench.plan", "--child", name]
-        found = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-        row = json.loads(found.stdout)
+        rows = []
+        for form in MODELS:
+            command = [sys.executable, "-m", "bench.plan", "--child", name, form]
+            found = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+            rows.append(json.loads(found.stdout))
     result = {
         "bench": "plan",
         "device": f"{cpu_model()}, {len(cores)} cores",
         "versions": {"python": platform.python_version(), **versions()},
         "git": git_revision(),
         "command": f"python -m bench.plan --rows {arguments.rows}",
-        "rows": [row],
+        "rows": rows,
     }
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"plan-{arguments.rows}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(row, indent=1))
+    print(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

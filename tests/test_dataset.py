@@ -61,8 +61,11 @@ BAD_ROWS = [
     ({"input_ids": [1, 2.5], "loss_mask": [1, 1], "id": 3}, "input_ids holds 2.5, no integer"),
     ({"input_ids": [5, 100], "loss_mask": [1, 1], "id": 3}, "input id 100 at position 1 is out of"),
     ({"input_ids": [-1, 5], "loss_mask": [1, 1], "id": 3}, "input id -1 at position 0 is out of"),
-    ({"input_ids": [1] * 7, "loss_mask": [1] * 7, "id": 3}, "7 tokens, 6 allowed"),
-    ({"input_ids": [1, 2], "loss_mask": [0, 0], "id": 3}, "0 supervised tokens, 1 wanted"),
+    ({"input_ids": [1] * 7, "loss_mask": [1] * 7, "id": 3}, "too long (7 tokens, 6 allowed)"),
+    (
+        {"input_ids": [1, 2], "loss_mask": [0, 0], "id": 3},
+        "too few supervised tokens (0, 1 wanted)",
+    ),
 ]
 GOOD = [
     {"input_ids": [7, 8, 9], "loss_mask": [0, 1, 1], "id": 1},
@@ -153,7 +156,7 @@ def test_over_long_rows_are_cut_when_asked_for_and_judged_after_that(tmp_path):
     limits = Limits(vocab_rows=100, max_length=4, overlong="truncate")
     samples, rejected = read(open_dataset(write_jsonl(tmp_path / "d.jsonl", rows)), limits)
     assert samples == {1: (1, [0, 1, 2, 3], [1] * 4), 2: (2, [5, 6], [1, 1])}
-    assert rejected == {0: (0, "0 supervised tokens, 1 wanted")}
+    assert rejected == {0: (0, "too few supervised tokens (0, 1 wanted)")}
 
 
 def test_too_few_supervised_tokens_are_rejected_by_the_policy(tmp_path):

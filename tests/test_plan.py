@@ -35,6 +35,11 @@ CONFIG = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_architecture_packs(monkeypatch):
+    monkeypatch.setattr("swathe.architectures.PACKS", frozenset())
+
+
 @pytest.fixture
 def made(tmp_path):
     """A data set of 500 rows, every 50th bad, and options for it."""

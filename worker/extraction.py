@@ -7,6 +7,7 @@ needs it, on the compute thread, and exchanged only when a range of another mode
 import platform
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,13 +19,15 @@ from swathe import checkpoint, codec, log, names
 from swathe.errors import ConfigError, RunMismatchError
 from swathe.records import read_run
 from swathe.settings import Settings
-from swathe.spec import FailedMarker, RangeJob, RunSpec, to_json
+from swathe.spec import BatchForm, FailedMarker, RangeJob, RunSpec, to_json
 from swathe.store import Store, open_store
 from swathe.tokens import RangeTokens, TokenReader
+from worker import selftest
 from worker.contract import STORED
-from worker.engine import Engine
+from worker.engine import Engine, StartedRange
 from worker.model import HiddenStateModel, load_model
 from worker.ranges import RangeStates
+from worker.rates import tokens_that_fit
 from worker.sink import Author, Sink
 from worker.telemetry import Telemetry
 
@@ -52,7 +55,17 @@ class Prepared:
     tokens: RangeTokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
+class Started:
+    """A range on the device, with the engine that put it there; ``states`` once it is finished."""
+
+    run: OpenRun
+    engine: Engine
+    started: StartedRange
+    states: RangeStates | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Computed:
     """A range ready for the store."""
 
@@ -82,6 +95,7 @@ class Extraction:
         self._engine: Engine | None = None
         self._model: HiddenStateModel | None = None
         self._engine_key: tuple[object, ...] | None = None
+        self._on_device: Started | None = None
         self._software = software_versions(device)
 
     @property
@@ -105,15 +119,35 @@ class Extraction:
                 return STORED
             return Prepared(run=run, tokens=run.tokens.read_range(job.range_id))
 
+    @property
+    def overlaps(self) -> bool:
+        """On a GPU the device works while this thread prepares the next range."""
+        return self._device.type != "cpu"
+
     def compute(self, prepared: object) -> object:
-        """States of the range's samples, in a buffer of the engine's that ``publish`` gives back."""
+        """Put a range on the device, behind the one that is there; its states go to a buffer of the engine's."""
         prepared = _expect(Prepared, prepared)
         engine = self._engine_for(prepared.run)
-        states = engine.compute(prepared.tokens)
+        self._on_device = Started(
+            run=prepared.run, engine=engine, started=engine.start(prepared.tokens)
+        )
+        return self._on_device
+
+    def finish(self, started: object) -> object:
+        """Wait for a range that ``compute`` put on the device."""
+        started = _expect(Started, started)
+        if started.states is None:
+            started.states = started.engine.finish(started.started)
+        if self._on_device is started:
+            self._on_device = None
+        states = started.states
         for stage, seconds in states.stats.stage_seconds.items():
             self._telemetry.add_seconds(stage, seconds)
         self._telemetry.count("padding_tokens", states.stats.padding_tokens)
-        return Computed(run=prepared.run, states=states)
+        computed = Computed(run=started.run, states=states)
+        # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
+        weakref.finalize(computed, states.release)
+        return computed
 
     def publish(self, computed: object) -> None:
         """Commit the range; when this returns its record is durable, ours or another worker's."""
@@ -168,9 +202,12 @@ class Extraction:
 
     def _engine_for(self, run: OpenRun) -> Engine:
         spec = run.spec
-        key = (spec.model.identity, spec.layers, spec.compute_dtype, spec.batching)
+        key = (spec.model.identity, spec.layers, spec.compute_dtype, spec.batching.form)
         if self._engine is None or key != self._engine_key:
-            self._engine = self._model = None  # the old model's memory must be free for the new one
+            # The old model's memory must be free for the new one, so what it still computes is finished first.
+            if self._on_device is not None:
+                self.finish(self._on_device)
+            self._engine = self._model = None
             with self._telemetry.stage("load"):
                 self._engine = self._load(spec)
             self._engine_key = key
@@ -195,13 +232,29 @@ class Extraction:
             peak_host_bytes=model.peak_host_bytes,
             kernels=model.kernels,
         )
+        test = selftest.prove(
+            model,
+            spec.batching.form,
+            failure=self._settings.selftest_failure,
+            lengths=selftest.LENGTHS if self._device.type == "cuda" else selftest.SHORT_LENGTHS,
+        )
         self._model = model
         return Engine(
             model,
-            form=spec.batching.form,
-            max_batch_tokens=self._settings.max_batch_tokens or spec.batching.range_tokens,
-            buffers=self._settings.jobs_in_flight,
+            form=test.form,
+            max_batch_tokens=self._batch_tokens(model, test.form, spec),
+            buffers=self._settings.jobs_in_flight - 1,
         )
+
+    def _batch_tokens(self, model: HiddenStateModel, form: BatchForm, spec: RunSpec) -> int:
+        """A range is one batch, unless the operator or the device's memory says less."""
+        wanted = self._settings.max_batch_tokens or max(
+            spec.batching.range_tokens, spec.totals.longest
+        )
+        fit = tokens_that_fit(model, form, wanted=wanted)
+        if fit is not None and fit < wanted:
+            logger.warning("the device's memory holds smaller batches", tokens=fit, wanted=wanted)
+        return wanted if fit is None else fit
 
     def _write_final_norm(self, run: OpenRun) -> None:
         """Keep the final norm beside the states, so that exports need no model. The first worker's stays."""

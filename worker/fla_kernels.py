@@ -1,10 +1,11 @@
-"""fla's Triton kernels in the form in which transformers' GatedDeltaNet calls its own functions.
+"""fla's Triton kernels for the gated delta rule and its convolution.
 
-fla is optional (the ``gpu`` extra) and needs a GPU; ``available`` says whether it can be used, and why not.
+fla is optional (the ``gpu`` extra) and needs a GPU; ``available`` says whether it can be used, and why not. The
+boundaries of a packed row are handed over on the host too, so that no kernel launch waits for the device.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -26,64 +27,98 @@ def available() -> tuple[bool, str]:
     return True, f"fla {version}"
 
 
-def delta_rule(net: Any) -> Callable[..., Any]:
-    """The chunked gated delta rule over ``[B, L, N, D]``, with the packed pass's boundaries if there is one."""
-    kernel = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+class FlaKernels:
+    """fla's kernels for one GatedDeltaNet, in both forms that the worker calls."""
 
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        **_: Any,
+    def __init__(self, net: Any) -> None:
+        self._net = net
+        self._rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        self._convolution = importlib.import_module("fla.modules.conv").causal_conv1d
+
+    def convolve(
+        self, mixed_BLC: torch.Tensor, weight_CW: torch.Tensor, sizes: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """See ``worker.delta_net.Kernels``. Reads the parts where they lie and writes each to a tensor of its own."""
+        self._count_convolution()
+        parts = zip(
+            torch.split(mixed_BLC, list(sizes), dim=-1),
+            torch.split(weight_CW, list(sizes)),
+            strict=True,
+        )
+        return [self._convolve(x, weight, None, "silu") for x, weight in parts]
+
+    def delta_rule(
+        self, qkv: Sequence[torch.Tensor], a_BLN: torch.Tensor, b_BLN: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``worker.delta_net.Kernels``. The gates are computed inside the kernel."""
+        net = self._net
+        return self._run_rule(
+            *qkv,
+            g=a_BLN,
+            beta=b_BLN,
+            use_qk_l2norm_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            use_gate_in_kernel=True,
+            A_log=net.A_log,
+            dt_bias=net.dt_bias,
+        )
+
+    def stock_delta_rule(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        boundaries = packing.current()
-        if boundaries is not None:
-            boundaries.recurrence_calls += 1
+        """In the form in which transformers' forward calls its own."""
         # transformers before 5.20 repeats query and key heads; the kernel takes unequal counts and is faster so.
-        repeats = query.shape[2] // int(net.num_k_heads)
+        repeats = query.shape[2] // int(self._net.num_k_heads)
         if repeats > 1:
             query, key = query[:, :, ::repeats], key[:, :, ::repeats]
-        out, _state = kernel(
-            query,
-            key,
-            value,
-            g=g,
-            beta=beta,
-            output_final_state=False,
-            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=None if boundaries is None else boundaries.cu_seqlens,
-        )
-        return out, None
+        wanted = ("g", "beta", "use_qk_l2norm_in_kernel")
+        return self._run_rule(query, key, value, **{name: options[name] for name in wanted}), None
 
-    return run
-
-
-def convolution() -> Callable[..., torch.Tensor]:
-    """The causal convolution over ``[B, C, L]``; fla itself works on ``[B, L, C]``."""
-    kernel = importlib.import_module("fla.modules.conv").causal_conv1d
-
-    def run(
+    def stock_convolution(
+        self,
         hidden_BCL: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         activation: str | None = None,
         **_: Any,
     ) -> torch.Tensor:
+        """In the form in which transformers' forward calls its own, over ``[B, C, L]``."""
+        self._count_convolution()
+        return self._convolve(hidden_BCL.transpose(1, 2), weight, bias, activation).transpose(1, 2)
+
+    def _run_rule(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        boundaries = packing.current()
+        if boundaries is not None:
+            boundaries.recurrence_calls += 1
+        out: tuple[torch.Tensor, Any] = self._rule(
+            query, key, value, output_final_state=False, **options, **_offsets(boundaries)
+        )
+        return out[0]
+
+    def _count_convolution(self) -> None:
         boundaries = packing.current()
         if boundaries is not None:
             boundaries.convolution_calls += 1
-        out: Any = kernel(
-            hidden_BCL.transpose(1, 2),
-            weight=weight,
-            bias=bias,
-            activation=activation,
-            cu_seqlens=None if boundaries is None else boundaries.cu_seqlens,
+
+    def _convolve(
+        self,
+        x_BLC: torch.Tensor,
+        weight_CW: torch.Tensor,
+        bias_C: torch.Tensor | None,
+        activation: str | None,
+    ) -> torch.Tensor:
+        offsets = _offsets(packing.current())
+        out: Any = self._convolution(
+            x_BLC, weight=weight_CW, bias=bias_C, activation=activation, **offsets
         )
         out_BLC: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return out_BLC.transpose(1, 2)
+        return out_BLC
 
-    return run
+
+def _offsets(boundaries: packing.Boundaries | None) -> dict[str, torch.Tensor]:
+    if boundaries is None:
+        return {}
+    # fla caches what it derives from these by their identity, once for all layers of a pass.
+    return {"cu_seqlens": boundaries.cu_seqlens, "cu_seqlens_cpu": boundaries.cu_seqlens_host}

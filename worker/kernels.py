@@ -14,9 +14,13 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from swathe import log
 from swathe.architectures import PACKS
 from swathe.errors import ModelError
-from worker import fla_kernels, packing
+from worker import delta_net, fla_kernels, packing
+from worker.fla_kernels import FlaKernels
+from worker.fusions import Binding
+from worker.fusions import fuse as fuse_blocks
 
 Kernels = Literal["auto", "reference"]
 Mode = Literal["packed", "padded", "stock"]
@@ -29,19 +33,32 @@ class KernelSet:
     """The bound implementations of one model. ``names`` says for each operation what is bound."""
 
     def __init__(
-        self, module: Any, blocks: Sequence[nn.Module], *, kernels: Kernels, device: torch.device
+        self,
+        module: Any,
+        blocks: Sequence[nn.Module],
+        *,
+        kernels: Kernels,
+        device: torch.device,
+        fuse: bool | None = None,
     ) -> None:
+        """``fuse`` says whether to fuse what is around the matrix products; unset: on a GPU, with ``auto``."""
         self._config = module.config
         self._stock_attention: str = self._config._attn_implementation  # noqa: SLF001 - no public name
-        self._stock: list[tuple[nn.Module, Any]] = []
-        self._fast: list[tuple[nn.Module, Any]] = []
+        self._stock: list[Binding] = []
+        self._fast: list[Binding] = []
         self.mixers = len(blocks)
         self.can_pack = kernels == "auto" and self._config.model_type in PACKS
         self.names = {"attention": self._stock_attention}
         if self.can_pack:
             AttentionInterface.register(packing.ATTENTION_NAME, packing.packed_attention)
             self.names["packed_attention"] = packing.attention_kernel(device, module.dtype)
-        self._bind_delta_nets(blocks, fast=kernels == "auto" and device.type == "cuda")
+        on_gpu = kernels == "auto" and device.type == "cuda"
+        fuse = on_gpu if fuse is None else fuse
+        self._bind_delta_nets(blocks, fla=on_gpu, fuse=fuse)
+        if fuse:
+            fusions = fuse_blocks(blocks, device, rebind=rebound_forward)
+            self._fast.extend(fusions.bindings)
+            self.names |= fusions.names
 
     @contextmanager
     def use(self, mode: Mode) -> Iterator[None]:
@@ -58,28 +75,48 @@ class KernelSet:
             for module, _ in forwards:
                 del module.forward
 
-    def _bind_delta_nets(self, blocks: Sequence[nn.Module], *, fast: bool) -> None:
+    def fall_back(self, to: Literal["padded", "reference"]) -> None:
+        """Give up packing, or every fast kernel."""
+        self.can_pack = False
+        self.names.pop("packed_attention", None)
+        if to == "reference":
+            self._fast = self._stock
+            stock = {"attention": self._stock_attention}
+            torch_only = {name: "torch" for name in ("delta_rule", "convolution") if self._stock}
+            self.names = stock | torch_only
+
+    def _bind_delta_nets(self, blocks: Sequence[nn.Module], *, fla: bool, fuse: bool) -> None:
         nets = [net for block in blocks for net in block.modules() if _is_delta_net(net)]
         if not nets:
             return
-        fla, version = fla_kernels.available() if fast else (False, "")
-        self.names["delta_rule"] = self.names["convolution"] = version if fla else "torch"
+        available, version = fla_kernels.available() if fla else (False, "")
+        if fla and not available:
+            log.get("kernels").warning(
+                "fla cannot be used; the delta rule runs on slow torch code", reason=version
+            )
+        name = version if available else "torch"
+        self.names |= {"delta_rule": name, "convolution": name}
         for net in nets:
             functions = inspect.unwrap(type(net).forward).__globals__
             # transformers wraps these and takes fla's kernel at import where it finds one; below is its own.
-            pure_rule = inspect.unwrap(functions[_DELTA_RULE])
-            pure_convolution = inspect.unwrap(functions[_CONVOLUTION])
-            by_sample = {
-                _DELTA_RULE: packing.delta_rule_by_sample(pure_rule),
-                _CONVOLUTION: packing.convolution_by_sample(pure_convolution),
+            rule = packing.delta_rule_by_sample(inspect.unwrap(functions[_DELTA_RULE]))
+            convolution = packing.convolution_by_sample(inspect.unwrap(functions[_CONVOLUTION]))
+            torch_functions: dict[str, Callable[..., Any]] = {
+                _DELTA_RULE: rule,
+                _CONVOLUTION: convolution,
             }
-            self._stock.append((net, rebound_forward(net, by_sample)))
-            if fla:
-                by_sample = {
-                    _DELTA_RULE: fla_kernels.delta_rule(net),
-                    _CONVOLUTION: fla_kernels.convolution(),
+            self._stock.append((net, rebound_forward(net, torch_functions)))
+            own = FlaKernels(net) if available else delta_net.TorchKernels(net, rule, convolution)
+            if fuse and delta_net.fits(net):
+                self._fast.append((net, delta_net.fused_forward(net, own)))
+            elif isinstance(own, FlaKernels):
+                fla_functions: dict[str, Callable[..., Any]] = {
+                    _DELTA_RULE: own.stock_delta_rule,
+                    _CONVOLUTION: own.stock_convolution,
                 }
-            self._fast.append((net, rebound_forward(net, by_sample)))
+                self._fast.append((net, rebound_forward(net, fla_functions)))
+            else:
+                self._fast.append((net, rebound_forward(net, torch_functions)))
 
 
 def _is_delta_net(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ Shapes: T real tokens, K slots, H hidden size, B rows, L tokens of a row, S toke
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,8 +24,9 @@ from worker.batch import Batch
 from worker.capture import Capture, block_indices
 from worker.flops import count_flops
 from worker.kernels import Kernels, KernelSet, Mode
-from worker.norm import FinalNorm, read_final_norm
+from worker.norm import FinalNorm, final_norm_module, read_final_norm
 from worker.packing import Boundaries, packed_row
+from worker.upcast import upcast
 
 Ids = NDArray[np.integer[Any]]
 
@@ -55,8 +56,14 @@ class HiddenStateModel:
     """A frozen model on one device. Not safe for use by several threads at once."""
 
     def __init__(
-        self, backbone: Backbone, *, layers: Sequence[Layer], kernels: Kernels = "auto"
+        self,
+        backbone: Backbone,
+        *,
+        layers: Sequence[Layer],
+        kernels: Kernels = "auto",
+        fuse: bool | None = None,
     ) -> None:
+        """``fuse`` decides over fusions on any device; unset: as ``kernels`` says, on a GPU only."""
         self.layers = tuple(layers)
         self.load_s = backbone.load_s
         self.peak_host_bytes = backbone.peak_host_bytes
@@ -65,10 +72,11 @@ class HiddenStateModel:
         self.hidden_size = int(backbone.config.hidden_size)
         self._module: Any = backbone.module
         self._capture = Capture(backbone.blocks, block_indices(layers, backbone.num_layers))
+        self._upcast = (*backbone.blocks, final_norm_module(backbone.module))
         self._embedding: nn.Embedding = backbone.module.get_input_embeddings()
         self._flops = count_flops(backbone.blocks, backbone.config)
         self._kernels = KernelSet(
-            backbone.module, backbone.blocks, kernels=kernels, device=self.device
+            backbone.module, backbone.blocks, kernels=kernels, device=self.device, fuse=fuse
         )
 
     @property
@@ -122,6 +130,23 @@ class HiddenStateModel:
         ids_BL = self._to_device(np.asarray(ids, np.int64)[None])
         return self._run(ids_BL, len(ids), mode="stock")
 
+    def exact(self, ids: Ids) -> torch.Tensor:
+        """States ``[S, K, H]`` of one sample in float32, through the stock implementation, one block at a time.
+
+        Only one block's weights are held in float32 at once, so this fits beside the model; meant for a few
+        thousand tokens.
+        """
+        with torch.inference_mode(), upcast(self._upcast):
+            ids_BL = self._to_device(np.asarray(ids, np.int64)[None])
+            embedded_BLH = self._embedding(ids_BL).float()
+            return self._run(
+                None, len(ids), mode="stock", dtype=torch.float32, inputs_embeds=embedded_BLH
+            )
+
+    def fall_back(self, to: Literal["padded", "reference"]) -> None:
+        """Stop packing, or stop using any fast kernel, for good: the self-test found them wrong on this device."""
+        self._kernels.fall_back(to)
+
     def flops(self, lengths: Sequence[int]) -> float:
         """Operations that samples of these lengths cost; see ``worker.flops``."""
         return self._flops.of(lengths)
@@ -168,16 +193,17 @@ class HiddenStateModel:
 
     def _run(
         self,
-        ids_BL: torch.Tensor,
+        ids_BL: torch.Tensor | None,
         tokens: int,
         *,
         mode: Mode,
+        dtype: torch.dtype | None = None,
         tokens_T: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         shape = (tokens, len(self.layers), self.hidden_size)
         with torch.inference_mode(), self._kernels.use(mode):
-            out_TKH = torch.empty(shape, dtype=self.dtype, device=self.device)
+            out_TKH = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
             with self._capture.into(out_TKH, tokens_T):
                 self._module(input_ids=ids_BL, use_cache=False, **kwargs)
         return out_TKH

@@ -30,19 +30,24 @@ class FinalNorm:
     kind: NormKind
 
 
+def final_norm_module(backbone: nn.Module) -> nn.Module:
+    """The module between the last block and the head. Raises ModelError when there is none."""
+    for name in _ATTRIBUTES:
+        if isinstance(module := getattr(backbone, name, None), nn.Module):
+            return module
+    msg = f"{type(backbone).__name__} has no final norm that swathe knows"
+    raise ModelError(msg)
+
+
 def read_final_norm(backbone: nn.Module) -> FinalNorm:
     """Read the final norm of a backbone. Raises ModelError when it has none of a known kind."""
-    module = next(
-        (child for name in _ATTRIBUTES if (child := getattr(backbone, name, None)) is not None),
-        None,
-    )
-    eps = _eps(module)
-    weight_H = getattr(module, "weight", None)
-    if module is None or eps is None or not isinstance(weight_H, torch.Tensor):
-        msg = f"{type(backbone).__name__} has no final norm that swathe knows"
+    module = final_norm_module(backbone)
+    eps, weight_H = norm_eps(module), getattr(module, "weight", None)
+    if eps is None or not isinstance(weight_H, torch.Tensor):
+        msg = f"{type(module).__name__}, the final norm, has no weight or no epsilon"
         raise ModelError(msg)
     bias_H = getattr(module, "bias", None)
-    kind = _kind(module, weight_H, bias_H, eps)
+    kind = norm_kind(module)
     return FinalNorm(
         weight_H=weight_H.detach().cpu().clone(),
         bias_H=None if bias_H is None else bias_H.detach().cpu().clone(),
@@ -51,29 +56,37 @@ def read_final_norm(backbone: nn.Module) -> FinalNorm:
     )
 
 
-def _eps(module: Any) -> float | None:
+def norm_kind(module: nn.Module) -> NormKind:
+    """Which formula a norm module computes. Raises ModelError when it is none of the known ones."""
+    eps, weight_H = norm_eps(module), getattr(module, "weight", None)
+    if eps is not None and isinstance(weight_H, torch.Tensor):
+        # On the host and in fp32: a GPU's bf16 rounding must not decide which formula fits.
+        probe = copy.deepcopy(module).to(device="cpu", dtype=torch.float32)
+        probe.__dict__.pop("forward", None)
+        x_NH = probe_values(4, weight_H.shape[0])
+        with torch.inference_mode():
+            found_NH = probe(x_NH)
+        weight_H = weight_H.detach().float().cpu()
+        bias_H = getattr(module, "bias", None)
+        bias_H = torch.zeros_like(weight_H) if bias_H is None else bias_H.detach().float().cpu()
+        for kind, formula in _FORMULAS.items():
+            if torch.allclose(formula(x_NH, weight_H, bias_H, eps), found_NH, rtol=1e-4, atol=1e-5):
+                return kind
+    msg = f"the norm {type(module).__name__} is none of {', '.join(_FORMULAS)}"
+    raise ModelError(msg)
+
+
+def norm_eps(module: Any) -> float | None:
+    """The small number in a norm's denominator, under the names that architectures give it."""
     for name in ("variance_epsilon", "eps"):
         if isinstance(value := getattr(module, name, None), float):
             return value
     return None
 
 
-def _kind(
-    module: nn.Module, weight_H: torch.Tensor, bias_H: torch.Tensor | None, eps: float
-) -> NormKind:
-    # On the host and in fp32: a GPU's bf16 rounding must not decide which formula fits.
-    probe = copy.deepcopy(module).to(device="cpu", dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    x_NH = torch.randn(4, weight_H.shape[0], generator=generator) + 0.5
-    with torch.inference_mode():
-        found_NH = probe(x_NH)
-    weight_H = weight_H.detach().float().cpu()
-    bias_H = torch.zeros_like(weight_H) if bias_H is None else bias_H.detach().float().cpu()
-    for kind, formula in _FORMULAS.items():
-        if torch.allclose(formula(x_NH, weight_H, bias_H, eps), found_NH, rtol=1e-4, atol=1e-5):
-            return kind
-    msg = f"the final norm {type(module).__name__} is none of {', '.join(_FORMULAS)}"
-    raise ModelError(msg)
+def probe_values(*shape: int) -> torch.Tensor:
+    """Fixed random numbers to try a module with."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) + 0.5
 
 
 def _rms(x: torch.Tensor, eps: float) -> torch.Tensor:

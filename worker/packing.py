@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from typing import Any, Final
@@ -43,9 +43,14 @@ class Boundaries:
     """0, then the end of each sample, the filler included."""
     cu_seqlens: torch.Tensor
     """The same as int32 on the device."""
+    cu_seqlens_host: torch.Tensor = field(init=False)
+    """And on the host, for kernels that plan their launches there."""
     attention_calls: int = 0
     recurrence_calls: int = 0
     convolution_calls: int = 0
+
+    def __post_init__(self) -> None:
+        self.cu_seqlens_host = torch.tensor(self.offsets, dtype=torch.int32)
 
     @property
     def spans(self) -> list[tuple[int, int]]:

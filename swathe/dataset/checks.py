@@ -62,14 +62,16 @@ def judge(raw: RawRows, limits: Limits) -> tuple[SampleBlock, list[Rejected]]:
         _judge_mask(raw, lengths)
     if limits.max_length is not None and limits.overlong == "reject":
         for place in np.flatnonzero(lengths > limits.max_length).tolist():
-            reason = f"{lengths[place]} tokens, {limits.max_length} allowed"
+            reason = f"too long ({lengths[place]} tokens, {limits.max_length} allowed)"
             raw.reasons.setdefault(place, reason)
     block, kept = _keep(raw, limits.max_length)
     if len(block):
         supervised = np.add.reduceat(block.loss_mask, block.offsets[:-1], dtype=np.int64)
         few = np.flatnonzero(supervised < limits.min_supervised)
         for place in few.tolist():
-            reason = f"{supervised[place]} supervised tokens, {limits.min_supervised} wanted"
+            reason = (
+                f"too few supervised tokens ({supervised[place]}, {limits.min_supervised} wanted)"
+            )
             raw.reasons[int(kept[place])] = reason
         if len(few):
             block = block.take(np.flatnonzero(supervised >= limits.min_supervised))

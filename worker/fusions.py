@@ -1,0 +1,193 @@
+"""Faster forwards for the modules of one model: fewer passes over memory around the same matrix products.
+
+The matrix products of a 27B hybrid are four fifths of its time; the rest is norms, activations, residual sums and
+layout copies, and that rest is what is cut here:
+
+* norms, gated norms and SwiGLU run as one kernel each (``worker.pointwise``);
+* rotary embeddings run as one kernel;
+* GatedDeltaNet works in ``[B, L, C]`` throughout, so that nothing is transposed or split by copying;
+* residual sums ride on the output projections: ``hidden += x @ W`` in place, which the matrix product does for free.
+  The block's output then lies where its input lay; captures copy an output before the next block runs.
+
+Each of these recognizes its modules by what they compute, not by name alone, and leaves others as they are. The whole
+is compared with the reference path by the exactness tests and by the worker's self-test.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from swathe.errors import ModelError
+from worker import pointwise
+from worker.norm import norm_eps, norm_kind, probe_values
+
+Forward = Callable[..., Any]
+Binding = tuple[nn.Module, Forward]
+
+_ROTARY: Final = "apply_rotary_pos_emb"
+_DENSE_LAYER: Final = {"input_layernorm", "post_attention_layernorm", "mlp"}
+
+
+@dataclass(slots=True)
+class Residual:
+    """The hidden states that the next output projection adds itself to, in place."""
+
+    hidden_BLH: torch.Tensor | None = None
+
+    def project(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        """``hidden += linear(x)`` where a layer left its hidden states, plain ``linear(x)`` elsewhere."""
+        hidden, self.hidden_BLH = self.hidden_BLH, None
+        if hidden is None:
+            return functional.linear(x, linear.weight)
+        hidden.view(-1, hidden.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), linear.weight.t())
+        return hidden
+
+
+@dataclass(slots=True)
+class Fusions:
+    """Bindings made so far, and how many modules of each kind they cover."""
+
+    device: torch.device
+    bindings: list[Binding] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def bind(self, kind: str, module: nn.Module, forward: Forward) -> None:
+        """Give a module another forward."""
+        self.bindings.append((module, forward))
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What is bound, in the words of a record."""
+        how = "torch.compile" if self.device.type == "cuda" else "torch"
+        return {
+            kind: "in place" if kind == "residual" else f"fused by {how}" for kind in self.counts
+        }
+
+
+def fuse(
+    blocks: Sequence[nn.Module], device: torch.device, *, rebind: Callable[..., Forward]
+) -> Fusions:
+    """Faster forwards for what is recognized in the blocks.
+
+    ``rebind(module, functions)`` makes a module's own forward with some global functions replaced.
+    """
+    fusions = Fusions(device)
+    for block in blocks:
+        for module in block.modules():
+            _fuse_norm(module, fusions)
+            _fuse_gated_norm(module, fusions)
+            _fuse_mlp(module, fusions)
+            _fuse_rotary(module, fusions, rebind)
+        _fuse_residual(block, fusions)
+    return fusions
+
+
+def _fuse_norm(module: nn.Module, fusions: Fusions) -> None:
+    if not type(module).__name__.endswith("RMSNorm"):
+        return
+    try:
+        kind = norm_kind(module)
+    except ModelError:
+        return
+    if kind == "layernorm":
+        return
+    formula = pointwise.rms_norm if kind == "rms" else pointwise.rms_norm_1p
+    run = pointwise.for_device(formula, fusions.device)
+    eps = norm_eps(module)
+    fusions.bind("norm", module, lambda x: run(x, module.weight, eps))
+
+
+def _fuse_gated_norm(module: nn.Module, fusions: Fusions) -> None:
+    eps, weight_D = norm_eps(module), getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNormGated") or not isinstance(weight_D, torch.Tensor):
+        return
+    probe = copy.deepcopy(module).to(device="cpu", dtype=torch.float32)
+    x, gate = probe_values(2, 4, weight_D.shape[0])
+    with torch.inference_mode():
+        wanted = probe(x, gate)
+        found = pointwise.gated_rms_norm(x, gate, probe.weight, eps or 0.0)  # type: ignore[arg-type]
+    if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+        run = pointwise.for_device(pointwise.gated_rms_norm, fusions.device)
+        fusions.bind("gated_norm", module, lambda x, gate: run(x, gate, module.weight, eps))
+
+
+def is_swiglu(module: nn.Module) -> bool:
+    """Whether a module computes ``down(silu(gate(x)) * up(x))`` without biases."""
+    projections = [getattr(module, f"{name}_proj", None) for name in ("gate", "up", "down")]
+    activation = getattr(module, "act_fn", None)
+    if not callable(activation) or len(list(module.parameters())) != len(projections):
+        return False
+    x = probe_values(64)
+    return all(isinstance(linear, nn.Linear) for linear in projections) and torch.allclose(
+        activation(x), functional.silu(x), atol=1e-6
+    )
+
+
+def _fuse_mlp(module: Any, fusions: Fusions) -> None:
+    if not is_swiglu(module):
+        return
+    run = pointwise.for_device(pointwise.swiglu, fusions.device)
+
+    def forward(x: torch.Tensor) -> Any:
+        return module.down_proj(run(module.gate_proj(x), module.up_proj(x)))
+
+    fusions.bind("swiglu", module, forward)
+
+
+def _fuse_rotary(module: nn.Module, fusions: Fusions, rebind: Callable[..., Forward]) -> None:
+    forward: Any = inspect.unwrap(type(module).forward)
+    if _ROTARY not in forward.__code__.co_names:
+        return
+    rotate = pointwise.for_device(inspect.unwrap(forward.__globals__[_ROTARY]), fusions.device)
+    fusions.bind("rotary", module, rebind(module, {_ROTARY: rotate}))
+
+
+def _fuse_residual(block: Any, fusions: Fusions) -> None:
+    """Let the two output projections of a plain pre-norm block add themselves to the hidden states."""
+    children = {name for name, _ in block.named_children()}
+    linear = children == _DENSE_LAYER | {"linear_attn"}
+    if not linear and children != _DENSE_LAYER | {"self_attn"}:
+        return
+    out = block.linear_attn.out_proj if linear else getattr(block.self_attn, "o_proj", None)
+    if not is_swiglu(block.mlp) or not isinstance(out, nn.Linear) or out.bias is not None:
+        return
+    residual = Residual()
+
+    def forward(
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        normed = block.input_layernorm(hidden_states)
+        residual.hidden_BLH = hidden_states
+        if linear:
+            hidden = block.linear_attn(normed, attention_mask=attention_mask, **kwargs)
+        else:
+            hidden, _ = block.self_attn(
+                hidden_states=normed,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                **kwargs,
+            )
+        normed = block.post_attention_layernorm(hidden)
+        residual.hidden_BLH = hidden
+        summed: torch.Tensor = block.mlp(normed)
+        return summed
+
+    for projection in (out, block.mlp.down_proj):
+        fusions.bind("residual", projection, _projection(residual, projection))
+    fusions.bind("residual", block, forward)
+
+
+def _projection(residual: Residual, linear: nn.Linear) -> Forward:
+    return lambda x: residual.project(linear, x)
