@@ -20,7 +20,13 @@ from swathe.spec import RangeId, RangeJob, RunId
 from worker.contract import STORED, Hooks, WorkerOptions
 from worker.jobs import RangeWorker
 
-FAST = {"lease_s": 1.0, "heartbeat_s": 0.2, "drain_s": 10.0, "rebuild_every_s": 0.5}
+FAST = {
+    "jobs_in_flight": 3,
+    "lease_s": 1.0,
+    "heartbeat_s": 0.2,
+    "drain_s": 10.0,
+    "rebuild_every_s": 0.5,
+}
 QUEUE = "swathe-m"
 
 
