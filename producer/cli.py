@@ -10,6 +10,7 @@ import typer
 
 from producer import exchange, fleet, launch
 from producer.display import Display, Snapshot
+from producer.doctor import doctor_command
 from producer.options import PlanOptions
 from producer.plan import PlanReport, plan
 from producer.progress import counted_progress, plan_progress
@@ -295,6 +296,7 @@ def verify_command(
 app.command("export")(exchange.export_command)
 app.command("import")(exchange.import_command)
 app.command("gc")(exchange.gc_command)
+app.command("doctor")(doctor_command)
 
 
 def _verification_json(result: Verification) -> dict[str, Any]:

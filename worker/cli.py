@@ -1,7 +1,9 @@
 """The command line ``swathe-worker``: a supervisor by default, one device's worker or a check as subcommands."""
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Annotated, Final
 
 import typer
@@ -114,6 +116,19 @@ def check_command(
             f"swathe-worker: errors above {result.limit:g}: the states are wrong", file=sys.stderr
         )
         raise typer.Exit(1)
+
+
+@app.command("doctor", hidden=True)
+def doctor_command() -> None:
+    """Print what this node's devices are and can do, as JSON."""
+    from worker import doctor
+
+    found = {
+        "software": doctor.software(),
+        "devices": [asdict(device) for device in doctor.examine_devices()],
+        "problems": doctor.software_problems(),
+    }
+    print(json.dumps(found))
 
 
 def _redis_url(settings: Settings) -> SecretStr:
