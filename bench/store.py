@@ -77,14 +77,25 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def compare(turns: int, ours: Callable[[], object], raw: Callable[[], object]) -> dict[str, Any]:
-    """Medians of both, in turns that begin with either; and the best of each, which other work disturbs least."""
-    ours(), raw()
+def compare(
+    turns: int,
+    ours: Callable[[], object],
+    raw: Callable[[], object],
+    clean: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Medians of both, in turns that begin with either; and the best of each, which other work disturbs least.
+
+    ``clean`` runs after each, outside the time: a shard is always a new file.
+    """
     pairs = []
-    for turn in range(turns):
+    for turn in range(turns + 1):
         first, second = (ours, raw) if turn % 2 else (raw, ours)
-        times = {first: seconds(first), second: seconds(second)}
+        times = {}
+        for action in (first, second):
+            times[action] = seconds(action)
+            clean()
         pairs.append((times[ours], times[raw]))
+    del pairs[0]  # connections open, pages are found
     return {
         "seconds": round(statistics.median(own for own, _ in pairs), 4),
         "raw_seconds": round(statistics.median(other for _, other in pairs), 4),
@@ -141,39 +152,45 @@ def total(chunks: list[codec.Buffer]) -> int:
 
 
 def local_write(place: Place) -> list[dict[str, Any]]:
-    """One writer against raw writes."""
-    chunks = shard(place.shard_bytes)
-    store = LocalStore(place.folder / "run")
-    found = compare(
-        place.turns,
-        lambda: store.write("states/000000-a.safetensors", chunks),
-        lambda: raw_write(place.folder / "raw", chunks),
-    )
-    return [{"name": "local_write", "bytes": total(chunks), **found}]
+    """One writer, and four in one process with what they leave of the interpreter, against raw writes."""
+    rows = []
+    for writers in (1, 4):
+        chunks = shard(place.shard_bytes // writers)
+        store = LocalStore(place.folder / "run")
+        names = [f"states/{number}" for number in range(writers)]
+        raw_folder = place.folder / "raw" / "states"
+        raw_folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(writers) as pool:
 
+            def ours() -> None:
+                list(pool.map(lambda name: store.write(name, chunks), names))  # noqa: B023
 
-def local_writers(place: Place) -> list[dict[str, Any]]:
-    """Four writers in one process, and what they leave of the interpreter."""
-    writers = 4
-    chunks = shard(place.shard_bytes // writers)
-    store = LocalStore(place.folder / "run")
-    with ThreadPoolExecutor(writers) as pool:
+            def raw() -> None:
+                paths = [place.folder / "raw" / name for name in names]  # noqa: B023
+                list(pool.map(lambda path: raw_write(path, chunks), paths))  # noqa: B023
 
-        def ours() -> None:
-            list(pool.map(lambda number: store.write(f"states/{number}", chunks), range(writers)))
+            def clean() -> None:
+                for path in place.folder.glob("*/states/*"):
+                    path.unlink()
 
-        def raw() -> None:
-            paths = [place.folder / f"raw{number}" for number in range(writers)]
-            list(pool.map(lambda path: raw_write(path, chunks), paths))
-
-        found = compare(place.turns, ours, raw)
-        with Spinner() as beside_ours:
-            ours()
-        with Spinner() as beside_raw:
-            raw()
-    left = round(beside_ours.rate / beside_raw.rate, 3)
-    size_bytes = writers * total(chunks)
-    return [{"name": "local_4_writers", "bytes": size_bytes, "interpreter_ratio": left, **found}]
+            found = compare(place.turns, ours, raw, clean)
+            with Spinner() as beside_ours:
+                ours()
+            clean()
+            with Spinner() as beside_raw:
+                raw()
+            clean()
+        left = round(beside_ours.rate / beside_raw.rate, 3)
+        size_bytes = writers * total(chunks)
+        rows.append(
+            {
+                "name": f"local_{writers}_writers",
+                "bytes": size_bytes,
+                "interpreter_ratio": left,
+                **found,
+            }
+        )
+    return rows
 
 
 def s3_write(place: Place) -> list[dict[str, Any]]:
@@ -276,7 +293,6 @@ def s3_read(place: Place) -> list[dict[str, Any]]:
 
 CASES: Final[dict[str, Callable[[Place], list[dict[str, Any]]]]] = {
     "local_write": local_write,
-    "local_writers": local_writers,
     "local_large": lambda place: large(LocalStore(place.folder / "run"), place, "local_large"),
     "local_read": local_read,
     "s3_write": s3_write,
