@@ -71,8 +71,12 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     kernels: Literal["auto", "reference"] = "auto"
     """``reference`` turns every fast kernel off."""
-    jobs_in_flight: int = Field(default=3, ge=2, le=64)
-    """Ranges a worker holds at once: one computing, the others being read or stored."""
+    jobs_in_flight: int = Field(default=5, ge=2, le=64)
+    """Ranges a worker holds at once: two on the device, one being read, the others being stored."""
+    selftest_failure: Literal["fall back", "refuse"] = "fall back"
+    """What follows when fast kernels are wrong on a device: the stock ones, or no work at all."""
+    canary_every: int = Field(default=200, ge=0)
+    """One range in so many has a sample computed again on the reference path; 0 turns canaries off."""
     lease_s: float = Field(default=15.0, gt=0)
     heartbeat_s: float = Field(default=3.0, gt=0)
     drain_s: float = Field(default=60.0, gt=0)

@@ -27,6 +27,8 @@ QUEUE = "swathe-m"
 class FakeWork:
     """Sleeps and writes files. ``faults`` maps a range (or ``*``) to what goes wrong with it and where."""
 
+    overlaps = False
+
     def __init__(self, folder: Path, *, read_s=0.0, compute_s=0.01, publish_s=0.0, faults=None):
         self.folder = folder
         self.read_s, self.compute_s, self.publish_s = read_s, compute_s, publish_s
@@ -46,6 +48,9 @@ class FakeWork:
         self._fault("compute", prepared)
         time.sleep(self.compute_s)
         return prepared
+
+    def finish(self, started: object) -> object:
+        return started
 
     def publish(self, computed: object) -> None:
         assert isinstance(computed, RangeJob)

@@ -6,6 +6,7 @@ import pytest
 from redis import Redis
 
 from swathe import names, queue
+from swathe.errors import QueueError
 from swathe.queue import RangeQueue
 from swathe.queue.leases import Leases, new_execution
 from swathe.spec import RangeId, RangeJob, RunId
@@ -250,3 +251,35 @@ def test_hundreds_of_expired_leases_in_one_go(redis: Redis):
         claim(book)
     assert len(reap_until(leases(redis, "alive", lease_s=0.2), 1200, 20)) == 1200
     assert len(set(waiting(redis))) == 1200
+
+
+def test_ranges_of_a_worker_that_is_known_to_be_dead_come_back_at_once(redis: Redis):
+    enqueue(redis, 4)
+    dead, alive = leases(redis, "dead", lease_s=60), leases(redis, "alive", lease_s=60)
+    held = [claim(dead) for _ in range(3)]
+    other = claim(alive)
+    dead.start(held[0])
+    assert queue.release_dead_worker(redis, "dead") == tuple(names.job(RUN, i) for i in range(3))
+    assert waiting(redis) == [names.job(RUN, i) for i in range(3)]
+    assert (claim(alive).deaths, claim(alive).bystander_deaths) == (1, 1)
+    assert queue.release_dead_worker(redis, "dead") == ()
+    assert alive.ack(other, 1.0)
+    assert not dead.ack(held[0], 1.0)
+
+
+def test_a_full_server_refuses_producers_and_serves_workers(new_server):
+    client = queue.connect(new_server.url)
+    enqueue(client, 100)
+    book = leases(client, lease_s=60)
+    held = [claim(book) for _ in range(3)]
+    client.config_set("maxmemory", "1mb")
+    with pytest.raises(QueueError, match="Redis is full"):
+        RangeQueue(client, "q").enqueue_if_absent(
+            RangeJob(run_url="/r", run_id=RUN, fingerprint="f", range_id=RangeId(i))
+            for i in range(200)
+        )
+    assert book.renew([(lease, "compute") for lease in held]) == frozenset()
+    assert book.ack(held[0], 1.0)
+    assert book.hand_back(held[1:2], "drain") == 1
+    assert book.fail(held[2], 3, "x").failures == 1
+    assert claim(book).job_id == names.job(RUN, 1)

@@ -28,9 +28,13 @@ QUICK = {"first_pause_s": 0.05, "rescan_s": 0.1, "poll_s": 0.02, "stop_s": 5.0}
 class Supervised:
     def __init__(self, script, found, **options):
         self.found = found
+        self.dead = []
         command = [sys.executable, "-c", script]
         self.supervisor = Supervisor(
-            lambda _device: command, lambda: self.found, SupervisorOptions(**(QUICK | options))
+            lambda _device, name: [*command, name],
+            lambda: self.found,
+            SupervisorOptions(**(QUICK | options)),
+            on_death=self.dead.append,
         )
         self.code = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -90,6 +94,8 @@ def test_a_dead_worker_is_started_again(tmp_path):
     run = Supervised(script(tmp_path, body), GPUS[:1])
     wait_for((tmp_path / "GPU-aa.up").exists)
     assert starts(tmp_path, "GPU-aa") == 3
+    assert len(set(run.dead)) == len(run.dead) == 2
+    assert all("-gpu0-" in name for name in run.dead)
     assert run.stop() == 0
 
 
@@ -171,7 +177,7 @@ def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path):
     child = script(tmp_path, FOREVER)
     parent = (
         "import sys\nfrom worker.devices import CPU\nfrom worker.supervisor import *\n"
-        f"Supervisor(lambda d: [sys.executable, '-c', {child!r}], lambda: [CPU],"
+        f"Supervisor(lambda d, n: [sys.executable, '-c', {child!r}], lambda: [CPU],"
         " SupervisorOptions(die_with_parent=True)).run()"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], stderr=subprocess.DEVNULL)

@@ -10,7 +10,7 @@ from fleet import QUEUE, FakeWork, Running, end_all, enqueue, job, new_worker, w
 from swathe import names, queue
 from swathe.queue import QueueCounts, RangeQueue
 from worker.contract import Hooks
-from worker.jobs import worker_name
+from worker.supervisor import worker_name
 
 
 @pytest.fixture(autouse=True)

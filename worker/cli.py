@@ -5,9 +5,11 @@ import sys
 from typing import Annotated, Final
 
 import typer
+from pydantic import SecretStr
 
 from swathe import log
 from swathe.errors import ConfigError, SwatheError
+from swathe.queue import connect, release_dead_worker
 from swathe.settings import Settings, read_settings
 
 _STOP_GRACE_S: Final = 15.0
@@ -45,7 +47,7 @@ def supervise(
     from worker.supervisor import Supervisor, SupervisorOptions
 
     settings = read_settings()
-    _require_fleet(settings)
+    connection = connect(_redis_url(settings), retries=1)
 
     def wanted() -> list[inventory.Device] | None:
         present = [] if devices == "cpu" else inventory.present_devices()
@@ -53,8 +55,8 @@ def supervise(
             return None
         return inventory.choose(devices, inventory.visible(present, os.environ))
 
-    def command(device: inventory.Device) -> list[str]:
-        serve = [sys.executable, "-P", "-m", "worker.cli", "serve", device.uuid, device.label]
+    def command(device: inventory.Device, name: str) -> list[str]:
+        serve = [sys.executable, "-P", "-m", "worker.cli", "serve", device.uuid, name]
         return (
             serve if exit_when_idle is None else [*serve, "--exit-when-idle", str(exit_when_idle)]
         )
@@ -64,17 +66,22 @@ def supervise(
         stop_s=settings.drain_s + _STOP_GRACE_S,
         die_with_parent=True,
     )
-    raise typer.Exit(Supervisor(command, wanted, options).run())
+
+    def bury(name: str) -> None:
+        release_dead_worker(connection, name)
+
+    raise typer.Exit(Supervisor(command, wanted, options, on_death=bury).run())
 
 
 @app.command("serve", hidden=True)
-def serve_command(uuid: str, label: str, exit_when_idle: ExitWhenIdle = None) -> None:
+def serve_command(uuid: str, name: str, exit_when_idle: ExitWhenIdle = None) -> None:
     """Work on the one device that this process can see."""
     from worker.serve import serve
 
     settings = read_settings()
-    _require_fleet(settings)
-    raise typer.Exit(serve(settings, uuid=uuid, label=label, exit_when_idle_s=exit_when_idle))
+    raise typer.Exit(
+        serve(settings, _redis_url(settings), uuid=uuid, name=name, exit_when_idle_s=exit_when_idle)
+    )
 
 
 @app.command("check")
@@ -109,7 +116,8 @@ def check_command(
         raise typer.Exit(1)
 
 
-def _require_fleet(settings: Settings) -> None:
+def _redis_url(settings: Settings) -> SecretStr:
+    """Where the fleet is. Raises ConfigError when that, or what this worker may open, is not set."""
     if settings.redis_url is None:
         msg = "REDIS_URL is not set: it says where the fleet's queue is, e.g. redis://:PASSWORD@HOST:6379/0"
         raise ConfigError(msg)
@@ -119,6 +127,7 @@ def _require_fleet(settings: Settings) -> None:
             "it refuses jobs that name others"
         )
         raise ConfigError(msg)
+    return settings.redis_url
 
 
 if __name__ == "__main__":

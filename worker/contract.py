@@ -9,7 +9,7 @@ from swathe.spec import RangeJob, RunId
 
 
 class RangeWork(Protocol):
-    """The work on one range, in three steps on three kinds of thread. Every step may raise.
+    """The work on one range, in steps on three kinds of thread. Every step may raise.
 
     ``swathe.errors`` decides what follows: retryable errors (store, Redis) and OSError put the range back without a
     word; ModelError, ConfigError, FormatError and RunMismatchError say that this worker cannot serve the run; a
@@ -20,8 +20,17 @@ class RangeWork(Protocol):
         """Read thread: open the run, look for a valid record (then return ``STORED``), read the tokens."""
         ...
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether ``compute`` returns before the device is done, so that the next range should be put behind it."""
+        ...
+
     def compute(self, prepared: object) -> object:
         """Compute thread, the only one that touches the device; may block while no host buffer is free."""
+        ...
+
+    def finish(self, started: object) -> object:
+        """Compute thread; waits for what ``compute`` started. Called once for each, in order."""
         ...
 
     def publish(self, computed: object) -> None:
@@ -41,7 +50,7 @@ STORED: Final = object()
 class WorkerOptions:
     """Bounds and budgets of a worker."""
 
-    jobs_in_flight: int = 3
+    jobs_in_flight: int = 5
     lease_s: float = 15.0
     heartbeat_s: float = 3.0
     drain_s: float = 60.0

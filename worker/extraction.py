@@ -6,7 +6,7 @@ needs it, on the compute thread, and exchanged only when a range of another mode
 
 import platform
 import threading
-import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,16 +15,20 @@ from typing import Final, TypeVar
 import torch
 
 from swathe import checkpoint, codec, log, names
-from swathe.errors import ConfigError, RunMismatchError
+from swathe.clock import utc_now
+from swathe.errors import ConfigError, RunMismatchError, WorkerError
 from swathe.records import read_run
 from swathe.settings import Settings
-from swathe.spec import FailedMarker, RangeJob, RunSpec, to_json
+from swathe.spec import BatchForm, CanaryRecord, FailedMarker, Layer, RangeJob, RunSpec, to_json
 from swathe.store import Store, open_store
 from swathe.tokens import RangeTokens, TokenReader
+from worker import selftest
+from worker.canary import canary_bounds, one_in, take_canary
 from worker.contract import STORED
-from worker.engine import Engine
+from worker.engine import Engine, StartedRange
 from worker.model import HiddenStateModel, load_model
 from worker.ranges import RangeStates
+from worker.rates import tokens_that_fit
 from worker.sink import Author, Sink
 from worker.telemetry import Telemetry
 
@@ -52,12 +56,23 @@ class Prepared:
     tokens: RangeTokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
+class Started:
+    """A range on the device, with the engine that put it there; ``states`` once it is finished."""
+
+    run: OpenRun
+    engine: Engine
+    started: StartedRange
+    states: RangeStates | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Computed:
     """A range ready for the store."""
 
     run: OpenRun
     states: RangeStates
+    canary: CanaryRecord | None
 
 
 class Extraction:
@@ -82,6 +97,9 @@ class Extraction:
         self._engine: Engine | None = None
         self._model: HiddenStateModel | None = None
         self._engine_key: tuple[object, ...] | None = None
+        self._on_device: Started | None = None
+        self._choose = one_in(settings.canary_every)
+        self._bounds: dict[Layer, float] = {}
         self._software = software_versions(device)
 
     @property
@@ -105,15 +123,36 @@ class Extraction:
                 return STORED
             return Prepared(run=run, tokens=run.tokens.read_range(job.range_id))
 
+    @property
+    def overlaps(self) -> bool:
+        """On a GPU the device works while this thread prepares the next range."""
+        return self._device.type != "cpu"
+
     def compute(self, prepared: object) -> object:
-        """States of the range's samples, in a buffer of the engine's that ``publish`` gives back."""
+        """Put a range on the device, behind the one that is there; its states go to a buffer of the engine's."""
         prepared = _expect(Prepared, prepared)
         engine = self._engine_for(prepared.run)
-        states = engine.compute(prepared.tokens)
+        self._on_device = Started(
+            run=prepared.run, engine=engine, started=engine.start(prepared.tokens)
+        )
+        return self._on_device
+
+    def finish(self, started: object) -> object:
+        """Wait for a range that ``compute`` put on the device."""
+        started = _expect(Started, started)
+        if started.states is None:
+            started.states = started.engine.finish(started.started)
+        if self._on_device is started:
+            self._on_device = None
+        states = started.states
+        canary = self._take_canary(started.run, states)
         for stage, seconds in states.stats.stage_seconds.items():
             self._telemetry.add_seconds(stage, seconds)
         self._telemetry.count("padding_tokens", states.stats.padding_tokens)
-        return Computed(run=prepared.run, states=states)
+        computed = Computed(run=started.run, states=states, canary=canary)
+        # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
+        weakref.finalize(computed, states.release)
+        return computed
 
     def publish(self, computed: object) -> None:
         """Commit the range; when this returns its record is durable, ours or another worker's."""
@@ -129,6 +168,8 @@ class Extraction:
             )
         finally:
             states.release()
+        if computed.canary is not None:
+            _keep_canary(computed.run, computed.canary)
 
     def set_aside(self, job: RangeJob, reason: str, history: Sequence[str]) -> None:
         """Leave a durable marker, so that no flushed queue brings the range back unasked."""
@@ -139,9 +180,31 @@ class Extraction:
             reason=reason,
             history=tuple(history),
             worker=self._name,
-            failed_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            failed_at=utc_now(),
         )
         run.store.create(names.failed(job.range_id), to_json(marker, indent=1))
+
+    def _take_canary(self, run: OpenRun, states: RangeStates) -> CanaryRecord | None:
+        """Now and then compute a stored sample again. Raises WorkerError when the device computes wrong."""
+        range_id = states.samples.range_id
+        sample = self._choose(range_id, states.samples.count)
+        if sample is None or self._model is None:
+            return None
+        with self._telemetry.stage("canary"):
+            taken = take_canary(self._model, states, sample, self._bounds)
+        canary = taken.record(run.spec.run_id, worker=self._name, device=self._device_id)
+        self._telemetry.count("canaries")
+        if canary.passed:
+            return canary
+        states.release()
+        _keep_canary(run, canary)
+        logger.error("canary failed", range_id=range_id, row=canary.row, errors=canary.errors)
+        msg = (
+            f"device {self._device_id} computed row {canary.row} of range {range_id} wrong: errors {canary.errors}, "
+            f"allowed {canary.bounds}; the worker stops, and what this device stored since its last good canary is "
+            "suspect: have it done again with swathe verify --repair"
+        )
+        raise WorkerError(msg)
 
     def _open(self, job: RangeJob) -> OpenRun:
         with self._lock:
@@ -168,9 +231,12 @@ class Extraction:
 
     def _engine_for(self, run: OpenRun) -> Engine:
         spec = run.spec
-        key = (spec.model.identity, spec.layers, spec.compute_dtype, spec.batching)
+        key = (spec.model.identity, spec.layers, spec.compute_dtype, spec.batching.form)
         if self._engine is None or key != self._engine_key:
-            self._engine = self._model = None  # the old model's memory must be free for the new one
+            # The old model's memory must be free for the new one, so what it still computes is finished first.
+            if self._on_device is not None:
+                self.finish(self._on_device)
+            self._engine = self._model = None
             with self._telemetry.stage("load"):
                 self._engine = self._load(spec)
             self._engine_key = key
@@ -195,13 +261,29 @@ class Extraction:
             peak_host_bytes=model.peak_host_bytes,
             kernels=model.kernels,
         )
-        self._model = model
+        test = selftest.prove(
+            model,
+            spec.batching.form,
+            failure=self._settings.selftest_failure,
+            lengths=selftest.LENGTHS if self._device.type == "cuda" else selftest.SHORT_LENGTHS,
+        )
+        self._model, self._bounds = model, canary_bounds(test)
         return Engine(
             model,
-            form=spec.batching.form,
-            max_batch_tokens=self._settings.max_batch_tokens or spec.batching.range_tokens,
-            buffers=self._settings.jobs_in_flight,
+            form=test.form,
+            max_batch_tokens=self._batch_tokens(model, test.form, spec),
+            buffers=self._settings.jobs_in_flight - 1,
         )
+
+    def _batch_tokens(self, model: HiddenStateModel, form: BatchForm, spec: RunSpec) -> int:
+        """A range is one batch, unless the operator or the device's memory says less."""
+        wanted = self._settings.max_batch_tokens or max(
+            spec.batching.range_tokens, spec.totals.longest
+        )
+        fit = tokens_that_fit(model, form, wanted=wanted)
+        if fit is not None and fit < wanted:
+            logger.warning("the device's memory holds smaller batches", tokens=fit, wanted=wanted)
+        return wanted if fit is None else fit
 
     def _write_final_norm(self, run: OpenRun) -> None:
         """Keep the final norm beside the states, so that exports need no model. The first worker's stays."""
@@ -231,6 +313,13 @@ class Extraction:
             software=self._software,
             kernels=self._model.kernels,
         )
+
+
+def _keep_canary(run: OpenRun, canary: CanaryRecord) -> None:
+    """Canaries are never changed: of two on one range the first stays, but a failed one is never lost."""
+    key, data = names.canary(canary.range_id), to_json(canary, indent=1)
+    if not run.store.create(key, data) and not canary.passed:
+        run.store.write(key, [data])
 
 
 def _expect(kind: type[_Step], value: object) -> _Step:

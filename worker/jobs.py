@@ -7,9 +7,7 @@ its model loaded when Redis is away for a moment.
 
 import json
 import os
-import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -24,18 +22,13 @@ from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
 from swathe import log
-from swathe.errors import QueueError, RefusedJobError, SwatheError
+from swathe.errors import QueueError, RefusedJobError
 from swathe.queue import Back, Lease, Leases, connect, new_execution, parse, redis_errors
 from worker.contract import Hooks, RangeWork, WorkerOptions
 from worker.flights import UNSTARTED, Flight, Flights
 from worker.idle import Idle
 from worker.keeper import Keeper, about_key, worker_ttl_s
 from worker.pipeline import Pipeline
-
-
-def worker_name(label: str) -> str:
-    """A name that no earlier process had: the same place started again is another worker at once."""
-    return f"{socket.gethostname()}-{label}-{secrets.token_hex(4)}"
 
 
 class RangeWorker(SimpleWorker):
@@ -66,31 +59,31 @@ class RangeWorker(SimpleWorker):
         self._events: Any = log.get("worker")
         self._stop_event = threading.Event()
         self._fatal: BaseException | None = None
-        self._held = Flights()
-        self.pipeline = Pipeline(
-            work,
-            self._held,
-            self._options,
-            on_fatal=self._on_fatal,
-            on_mismatch=self._on_mismatch,
-        )
-        self._idle = Idle(connection, self._options, self._hooks)
-        self._keeper = Keeper(
-            connect(redis_url, retries=0, socket_timeout_s=3.0),
-            name,
-            self._held,
-            self.pipeline,
-            self._options,
-            self._hooks,
-        )
-        self._keeper.beat = self._beat
-        self._keeper.stop_claiming = self.stop
         self._book: Leases | None = None
         self._books: dict[str, Leases] = {}
         self._execution_id = new_execution()
         self._unserved: dict[str, str] = {}
         self._redis_pause_s = 0.0
         self.birth_date = self.last_heartbeat = now()
+        self._held = Flights()
+        self._idle = Idle(connection, self._options, self._hooks)
+        self.pipeline = Pipeline(
+            work, self._held, self._options, on_fatal=self._on_fatal, on_mismatch=self._on_mismatch
+        )
+        self._keeper = self._new_keeper(redis_url)
+
+    def _new_keeper(self, redis_url: str | SecretStr) -> Keeper:
+        keeper = Keeper(
+            connect(redis_url, retries=0, socket_timeout_s=3.0),
+            self.name,
+            self._held,
+            self.pipeline,
+            self._options,
+            self._hooks,
+        )
+        keeper.beat = self._beat
+        keeper.stop_claiming = self.stop
+        return keeper
 
     # -- what rq would do otherwise
 
@@ -180,10 +173,7 @@ class RangeWorker(SimpleWorker):
             # Only now may the model change: the queue that has waited longest comes first, unless ours has work.
             queues += [name for name in self._idle.queues() if name not in queues]
         for queue in queues:
-            book = self._books.setdefault(
-                queue,
-                Leases(self.connection, queue, self.name, lease_s=self._options.lease_s),
-            )
+            book = self._book_of(queue)
             claim = book.claim(self._execution_id, self._unserved)
             if claim.state == "none":
                 continue
@@ -199,6 +189,13 @@ class RangeWorker(SimpleWorker):
                 self._accept(claim.lease, book)
             return True
         return False
+
+    def _book_of(self, queue: str) -> Leases:
+        if queue not in self._books:
+            self._books[queue] = Leases(
+                self.connection, queue, self.name, lease_s=self._options.lease_s
+            )
+        return self._books[queue]
 
     def _listen(self, book: Leases) -> None:
         """Show the queue that this worker serves now where rq looks for it."""
@@ -292,6 +289,3 @@ class RangeWorker(SimpleWorker):
 
 def _ignore(_value: object) -> None:
     return None
-
-
-__all__ = ["RangeWorker", "SwatheError", "worker_name"]

@@ -28,6 +28,8 @@ from worker.outbox import Outbox
 
 Kind = Literal["infrastructure", "mismatch", "refused", "worker", "range"]
 
+_NEXT_RANGE_S = 0.1
+"""How long a range on the device waits for company before it is finished alone."""
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
 
@@ -81,7 +83,7 @@ class Pipeline:
         self.outbox.start()
         loops: list[tuple[str, Callable[[], None]]] = [
             ("read", lambda: self._forever(self._to_read, self._read)),
-            ("compute", lambda: self._forever(self._to_compute, self._compute)),
+            ("compute", self._compute_forever),
         ]
         loops += [
             (f"upload-{index}", lambda: self._forever(self._to_store, self._store))
@@ -104,13 +106,19 @@ class Pipeline:
         """How long nothing should be claimed, since store or Redis do not work."""
         return max(0.0, self._backoff_until_s - time.monotonic())
 
-    def _forever(self, source: "queue.SimpleQueue[Flight]", step: Callable[[Flight], None]) -> None:
+    def _forever(
+        self, source: "queue.SimpleQueue[Flight]", step: Callable[[Flight], object]
+    ) -> None:
         while True:
-            flight = source.get()
-            try:
-                step(flight)
-            except BaseException as error:  # noqa: BLE001 - a thread must tell, whatever it was
-                self._settle_error(flight, error)
+            self._guarded(source.get(), step)
+
+    def _guarded(self, flight: Flight, step: Callable[[Flight], object]) -> bool:
+        """Do a step; an error is settled here, whatever it was."""
+        try:
+            return bool(step(flight))
+        except BaseException as error:  # noqa: BLE001 - a thread must tell, whatever it was
+            self._settle_error(flight, error)
+            return False
 
     def _read(self, flight: Flight) -> None:
         if not self._flights.advance(flight, "reading"):
@@ -127,9 +135,28 @@ class Pipeline:
         if self._flights.advance(flight, "ready"):
             self._to_compute.put(flight)
 
-    def _compute(self, flight: Flight) -> None:
+    def _compute_forever(self) -> None:
+        """One range is put behind another before the first is finished, so that the device never waits for us."""
+        on_device: Flight | None = None
+        while True:
+            flight = self._next_to_compute(on_device)
+            began = flight is not None and self._guarded(flight, self._compute)
+            if on_device is not None:
+                self._guarded(on_device, self._finish)
+            on_device = flight if began else None
+            if on_device is not None and not self._work.overlaps:
+                self._guarded(on_device, self._finish)
+                on_device = None
+
+    def _next_to_compute(self, on_device: Flight | None) -> Flight | None:
+        try:
+            return self._to_compute.get(timeout=None if on_device is None else _NEXT_RANGE_S)
+        except queue.Empty:
+            return None
+
+    def _compute(self, flight: Flight) -> bool:
         if self._halted or not self._flights.advance(flight, "computing"):
-            return
+            return False
         self.progress()
         try:
             held = flight.book.start(flight.lease)
@@ -139,16 +166,20 @@ class Pipeline:
         if not held:
             self._flights.remove(flight)
             self._log.warning("lease lost before compute, range dropped", job=flight.lease.job_id)
-            return
+            return False
         prepared, flight.load = flight.load, None
-        computed = self._work.compute(prepared)
-        del prepared
+        flight.load = self._work.compute(prepared)
+        return True
+
+    def _finish(self, flight: Flight) -> bool:
+        started, flight.load = flight.load, None
+        flight.load = self._work.finish(started)
         self.progress()
-        flight.load = computed
         if self._flights.advance(flight, "storing"):
             self._to_store.put(flight)
-        else:
-            self._log.warning("lease lost during compute, result dropped", job=flight.lease.job_id)
+            return True
+        self._log.warning("lease lost during compute, result dropped", job=flight.lease.job_id)
+        return False
 
     def _store(self, flight: Flight) -> None:
         computed, flight.load = flight.load, None

@@ -25,6 +25,8 @@ from worker.soundness import fault, magnitudes
 
 LENGTHS: Final = (5, 130, 1, 64, 335, 37, 700)
 """Shorter than a convolution, longer than a chunk of the delta rule; 1,272 tokens in all."""
+SHORT_LENGTHS: Final = (5, 70, 1, 33)
+"""For a CPU, where the long ones would take longer than a range."""
 _RATIO: Final = 1.25
 _EXACT: Final = 1e-4
 _SEED: Final = 17

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import SecretStr
 
 from swathe import log
 from swathe.manifest import seal
@@ -17,24 +18,29 @@ from swathe.submission import submit
 from worker.contract import Hooks, WorkerOptions
 from worker.devices import CPU_UUID
 from worker.extraction import Extraction
-from worker.jobs import RangeWorker, worker_name
+from worker.jobs import RangeWorker
 from worker.telemetry import Telemetry
 
 logger = log.get("worker")
 
 
-def serve(settings: Settings, *, uuid: str, label: str, exit_when_idle_s: float | None) -> int:
+def serve(
+    settings: Settings,
+    redis_url: SecretStr,
+    *,
+    uuid: str,
+    name: str,
+    exit_when_idle_s: float | None,
+) -> int:
     """Work until told to stop; returns the exit status.
 
-    ``uuid`` is that of the one GPU that this process can see, or ``cpu``; ``label`` a short name for it.
+    ``uuid`` is that of the one GPU that this process can see, or ``cpu``; ``name`` is this worker's in the fleet, one
+    that no process had before.
     """
-    if settings.redis_url is None:
-        raise AssertionError  # the command line has checked it
     device = torch.device("cpu" if uuid == CPU_UUID else "cuda:0")
     if device.type == "cpu":
         torch.set_num_threads(_threads())
     telemetry = Telemetry()
-    name = worker_name(label)
     work = Extraction(
         name=name,
         device=device,
@@ -42,9 +48,9 @@ def serve(settings: Settings, *, uuid: str, label: str, exit_when_idle_s: float 
         settings=settings,
         telemetry=telemetry,
     )
-    fleet = _Fleet(settings, telemetry, uuid)
+    fleet = _Fleet(redis_url, telemetry, uuid)
     worker = RangeWorker(
-        settings.redis_url,
+        redis_url,
         work,
         name=name,
         roots=settings.store_roots,
@@ -59,8 +65,8 @@ def serve(settings: Settings, *, uuid: str, label: str, exit_when_idle_s: float 
 class _Fleet:
     """What the worker loop asks of the rest of the process."""
 
-    def __init__(self, settings: Settings, telemetry: Telemetry, device_id: str) -> None:
-        self._settings = settings
+    def __init__(self, redis_url: SecretStr, telemetry: Telemetry, device_id: str) -> None:
+        self._redis_url = redis_url
         self._telemetry = telemetry
         self._device_id = device_id
 
@@ -82,14 +88,14 @@ class _Fleet:
         """Compare a run with its store: enqueue what the queue lost, seal what is complete; True when nothing is left."""
         store = open_store(url)
         spec = read_run(store)
-        if spec.run_id != run_id or self._settings.redis_url is None:
+        if spec.run_id != run_id:
             return True
         state = RunWatcher(store, spec).read()
         if state.complete:
             seal(store, state)
             return True
         if state.missing:
-            connection = connect(self._settings.redis_url, retries=1)
+            connection = connect(self._redis_url, retries=1)
             try:
                 done = submit(connection, store, state)
             finally:

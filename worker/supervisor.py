@@ -6,7 +6,9 @@ that thread only: a child's death signal is bound to the thread that started it.
 
 import ctypes
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -49,6 +51,7 @@ class _Child:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.name = ""
         self.state: State = "waiting"
         self.process: subprocess.Popen[bytes] | None = None
         self.present = True
@@ -62,19 +65,22 @@ class _Child:
 class Supervisor:
     """``run`` keeps the workers alive until they are finished, given up or told to stop; returns the exit status.
 
-    ``command`` makes a device's command line; ``devices`` lists the devices that should have a worker now, or None when
+    ``command`` makes the command line of a device's worker, which has to take the name given; ``on_death`` is told the
+    name of a worker that ended, so that its ranges need not wait for their leases to run out. ``devices`` lists the devices that should have a worker now, or None when
     that cannot be told at the moment (nothing changes then).
     """
 
     def __init__(
         self,
-        command: Callable[[Device], Sequence[str]],
+        command: Callable[[Device, str], Sequence[str]],
         devices: Callable[[], Sequence[Device] | None],
         options: SupervisorOptions | None = None,
         *,
         environment: Mapping[str, str] | None = None,
+        on_death: Callable[[str], None] = lambda _name: None,
     ) -> None:
         self._command = command
+        self._on_death = on_death
         self._devices = devices
         self._options = options or SupervisorOptions()
         self._environment = dict(os.environ if environment is None else environment)
@@ -147,12 +153,15 @@ class Supervisor:
             code = child.process.poll()
             if code is not None:
                 child.process, child.last_code = None, code
+                if code != 0:
+                    self._bury(child)
                 self._ended(child, code)
         elif child.state == "waiting" and child.present and time.monotonic() >= child.start_at_s:
             self._start(child)
 
     def _start(self, child: _Child) -> None:
-        command = list(self._command(child.device))
+        child.name = worker_name(child.device.label)
+        command = list(self._command(child.device, child.name))
         child.process = subprocess.Popen(
             command,
             env={**self._environment, **child.device.environment()},
@@ -165,8 +174,17 @@ class Supervisor:
         child.restarts += 1
         self._log.info(
             "worker started",
-            device=child.device.uuid, label=child.device.label, pid=child.process.pid, restarts=child.restarts,
+            device=child.device.uuid, worker=child.name, pid=child.process.pid, restarts=child.restarts,
         )  # fmt: skip
+
+    def _bury(self, child: _Child) -> None:
+        try:
+            self._on_death(child.name)
+        except Exception as error:  # noqa: BLE001 - a help, not a duty
+            self._log.warning(
+                "ranges of the dead worker wait for their leases to run out",
+                worker=child.name, error=str(error),
+            )  # fmt: skip
 
     def _ended(self, child: _Child, code: int) -> None:
         lived_s = time.monotonic() - child.started_s
@@ -230,6 +248,8 @@ class Supervisor:
             for child in running:
                 if child.process is not None and (code := child.process.poll()) is not None:
                     child.process, child.last_code = None, code
+                    if code != 0:
+                        self._bury(child)
             running = [child for child in running if child.process is not None]
 
     def _exit_status(self) -> int:
@@ -240,6 +260,11 @@ class Supervisor:
             return _EXIT_CONFIGURATION
         given_up = any(child.state == "given up" for child in self._children.values())
         return 1 if given_up or codes - {0} else 0
+
+
+def worker_name(label: str) -> str:
+    """A name that no earlier process had: the same place started again is another worker at once."""
+    return f"{socket.gethostname()}-{label}-{secrets.token_hex(4)}"
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -13,6 +13,7 @@ from swathe.queue.leases import (
     Reaped,
     Stage,
     new_execution,
+    release_dead_worker,
 )
 from swathe.queue.payload import absolute_run_url, encode, iso_now, parse
 from swathe.queue.ranges import (
@@ -52,5 +53,6 @@ __all__ = [
     "policy_warnings",
     "queue_names",
     "redis_errors",
+    "release_dead_worker",
     "requeued_counts",
 ]

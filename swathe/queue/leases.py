@@ -15,6 +15,7 @@ from swathe.queue import lua_leases as lua
 from swathe.queue.connection import redis_errors
 from swathe.queue.keys import QueueKeys
 from swathe.queue.payload import iso_now
+from swathe.queue.ranges import queue_names
 from swathe.queue.scripts import Scripts
 
 Stage = Literal["read", "compute", "store"]
@@ -194,9 +195,22 @@ class Leases:
             hold_off_s=int(hold_off_s),
         )
 
+    def release_worker(self) -> tuple[str, ...]:
+        """The worker of these leases is dead for certain: its ranges go to the front now; returns their job ids."""
+        job_ids = self._run("release of a dead worker", lua.RELEASE_WORKER, self.worker)
+        return tuple(job_id.decode(errors="replace") for job_id in job_ids)
+
     def _run(self, what: str, script: str, *args: str | float) -> Any:
         with redis_errors(f"queue {self.queue}: {what}"):
             return self._scripts(script, *args)
+
+
+def release_dead_worker(connection: Redis, worker: str) -> tuple[str, ...]:
+    """Return the ranges of a worker whose process has ended, in all queues; the caller must have seen it end."""
+    back: tuple[str, ...] = ()
+    for queue in queue_names(connection):
+        back += Leases(connection, queue, worker, lease_s=1.0).release_worker()
+    return back
 
 
 def new_execution() -> str:

@@ -180,9 +180,52 @@ if redis.call('EXISTS', job_key(id)) == 1 then set_aside(id, ARGV[4], ARGV[5]) e
 return 1
 """
 
-REAP: Final = """
--- Expired leases: the jobs go to the front of the queue and a death is counted, on the job only where it was on the
--- device; one that was merely waiting in the dead process is a bystander. Also ids stuck between pop and registration
+_BURY: Final = """
+-- The holders of these leases are dead: their jobs go to the front and a death is counted, on the job only where it was
+-- on the device; one that was merely waiting in the dead process is a bystander. Returns the ids that went back.
+local function bury(composites, how, now)
+  local back, lost = {}, {}
+  for _, composite in ipairs(composites) do
+    local id, ex = split(composite)
+    local e = redis.call('HMGET', execution_key(id, ex), 'worker_name', 'stage')
+    local worker, stage = e[1] or '?', e[2] or '?'
+    release(id, ex, worker)
+    if redis.call('EXISTS', job_key(id)) == 1 then
+      local field = stage == 'compute' and 'swathe_deaths' or 'swathe_bystander_deaths'
+      remember(id, field, 'died: worker ' .. worker .. ' ' .. how .. ', stage ' .. stage ..
+               ', unix time ' .. math.floor(now))
+      table.insert(lost, id)
+    end
+  end
+  table.sort(lost)  -- leases of one worker expire at slightly different times; the plan's order is kept
+  for i = #lost, 1, -1 do
+    if push_back(lost[i], true) then table.insert(back, 1, lost[i]) end
+  end
+  return back
+end
+"""
+
+RELEASE_WORKER: Final = (
+    _BURY
+    + """
+-- A worker's process is known to be dead (its supervisor saw it end): nothing needs to run out.
+-- ARGV: 1 worker
+-- Answer: ids that went back
+local held = {}
+for _, composite in ipairs(redis.call('SMEMBERS', worker_executions(ARGV[1]))) do
+  local id, ex = split(composite)
+  if id and owned(id, ex) then table.insert(held, composite) end
+end
+local back = bury(held, 'ended', server_time())
+if #back > 0 then redis.call('HINCRBY', REQUEUED, 'death', #back) end
+return back
+"""
+)
+
+REAP: Final = (
+    _BURY
+    + """
+-- Expired leases. Also ids stuck between pop and registration
 -- (only workers that are not ours leave such), and registrations without a lease.
 -- ARGV: 1 lease s  2 gap s
 -- Answer: {seconds still to hold off, job id, job id, ...} (ids that went back)
@@ -190,23 +233,8 @@ local lease, now = tonumber(ARGV[1]), server_time()
 local hold = tick(now, lease, tonumber(ARGV[2]))
 if now < hold then return {math.ceil(hold - now)} end
 
-local back, lost = {}, {}
-for _, composite in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 500)) do
-  local id, ex = split(composite)
-  local e = redis.call('HMGET', execution_key(id, ex), 'worker_name', 'stage')
-  local worker, stage = e[1] or '?', e[2] or '?'
-  release(id, ex, worker)
-  if redis.call('EXISTS', job_key(id)) == 1 then
-    local field = stage == 'compute' and 'swathe_deaths' or 'swathe_bystander_deaths'
-    remember(id, field, 'died: worker ' .. worker .. ' stopped renewing its lease, stage ' .. stage ..
-             ', unix time ' .. math.floor(now))
-    table.insert(lost, id)
-  end
-end
-table.sort(lost)  -- leases of one worker expire at slightly different times; the plan's order is kept
-for i = #lost, 1, -1 do
-  if push_back(lost[i], true) then table.insert(back, 1, lost[i]) end
-end
+local back = bury(redis.call('ZRANGEBYSCORE', LEASES, '-inf', now, 'LIMIT', 0, 500),
+                  'stopped renewing its lease', now)
 
 if redis.call('ZCARD', RUNNING) ~= redis.call('ZCARD', LEASES) then
   for _, composite in ipairs(redis.call('ZRANGE', RUNNING, 0, -1)) do
@@ -232,3 +260,4 @@ if #back > 0 then redis.call('HINCRBY', REQUEUED, 'lease', #back) end
 table.insert(back, 1, 0)
 return back
 """
+)

@@ -93,7 +93,7 @@ class RangeQueue:
             urls: dict[Any, Any] = {job.run_id: absolute_run_url(job.run_url) for job in chunk}
             with redis_errors(f"queue {self.name}: enqueue of {len(chunk)} ranges"):
                 self._connection.hset(names.runs_key(), mapping=urls)
-                answer = self._scripts(lua.ENQUEUE, self.name, stamp, *args)
+                answer = self._scripts(lua.ENQUEUE, self.name, stamp, *args, when_full=False)
             added, repaired, known = added + answer[0], repaired + answer[1], known + answer[2]
         return Enqueued(added=added, repaired=repaired, known=known)
 

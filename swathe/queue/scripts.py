@@ -6,7 +6,7 @@ The scripts stand in ``lua_leases.py`` and ``lua_ranges.py``, each with its ARGV
     7 strays    8 clock          9 requeued counters   10 paused runs   11 our queues   12 rq's queues
 
 Keys of single jobs, executions and workers are derived from ids inside the scripts, so a Redis Cluster cannot serve
-them; one server carries the fleet easily (about four commands a range).
+them; one server carries the fleet easily (about four commands a range). They need Redis 7 or any Valkey.
 
 Times are ``TIME`` of the server, never a client's: a worker whose clock is a minute off holds its leases like any other.
 Members of rq's wip registry carry the score +inf: rq's own clean-up, which anyone's ``rq info`` starts and which imports
@@ -116,9 +116,12 @@ end
 """
 
 
-def _complete(body: str) -> str:
+def _complete(body: str, *, when_full: bool) -> str:
     allowed = ", ".join(f"['{field}']=true" for field in ALLOWED_FIELDS)
-    text = _PRELUDE + body
+    # A flagged script runs whole or not at all: a full server or one that cannot write its file refuses it before
+    # its first command, never in the middle. What only moves or frees entries also runs when the server is full.
+    flags = "#!lua flags=allow-oom" if when_full else "#!lua"
+    text = flags + "\n" + _PRELUDE + body
     for mark, value in (
         ("@PREFIX@", RQ_KEY_PREFIX),
         ("@ALLOWED@", allowed),
@@ -137,9 +140,11 @@ class Scripts:
         self._connection = connection
         self._bound: dict[str, Any] = {}
 
-    def __call__(self, body: str, *args: str | float | bytes) -> Any:
-        """Run one of this module's scripts; loads it again where the server forgot it (a restart does that)."""
+    def __call__(self, body: str, *args: str | float | bytes, when_full: bool = True) -> Any:
+        """Run a script; loads it again where the server forgot it (a restart does that)."""
         script = self._bound.get(body)
         if script is None:
-            script = self._bound[body] = self._connection.register_script(_complete(body))
+            script = self._bound[body] = self._connection.register_script(
+                _complete(body, when_full=when_full)
+            )
         return script(keys=self._keys, args=args)
