@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXTRAS := worker,demo$(if $(shell command -v nvidia-smi),$(comma)gpu)
 comma := ,
 DEMO_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/swathe/demo
-DEMO_LIMIT ?= 110
+DEMO_LIMIT ?= 150
 DEMO_RUN ?= runs/demo
 
 .PHONY: install demo test lint type format clean

@@ -84,6 +84,7 @@ def check_run(
 
 
 def _load(checkpoint: Path, dtype: str, device: torch.device, *, trust: bool) -> Any:
+    transformers.utils.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
     model = transformers.AutoModel.from_pretrained(
         checkpoint,
