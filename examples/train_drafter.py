@@ -55,7 +55,7 @@ class Block(nn.Module):
         both = self.norm_attention(torch.cat([embeds_TH, features_TH], dim=-1))
         q, k, v = (x.transpose(0, 1) for x in self._heads(self.qkv(both)))
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT)
-        hidden_TH = features_TH + self.out(mixed.transpose(0, 1).flatten(1))
+        hidden_TH: torch.Tensor = features_TH + self.out(mixed.transpose(0, 1).flatten(1))
         gate, value = self.up(self.norm_mlp(hidden_TH)).chunk(2, dim=-1)
         change_TH: torch.Tensor = self.down(functional.silu(gate) * value)
         return hidden_TH + change_TH
@@ -82,7 +82,8 @@ class Drafter(nn.Module):
         """Logits [T, V] for the token after next."""
         features_TH = self.fuse(self.fuse_norm(states_TKH).flatten(1))
         hidden_TH: torch.Tensor = self.norm(self.block(features_TH, embeds_TH, mask_TT))
-        return hidden_TH @ self.head_VH.T
+        logits_TV: torch.Tensor = hidden_TH @ self.head_VH.T
+        return logits_TV
 
 
 class Target:
@@ -122,8 +123,9 @@ def groups(run: HiddenStates, samples: list[int]) -> list[list[int]]:
 
 
 def batches(run: HiddenStates, parts: list[list[int]]) -> Iterator[dict[str, Any]]:
-    """Each group's samples end to end."""
-    return (collate_packed([run[index] for index in part]) for part in parts)
+    """Each group's samples end to end; a very long one is cut, because attention costs its square."""
+    for part in parts:
+        yield collate_packed([run[index] for index in part], max_tokens=2 * BATCH_TOKENS)
 
 
 class Example:
