@@ -71,6 +71,22 @@ class FakeWork:
             with (self.folder / "lost").open("a") as file:
                 file.write(f"{computed.range_id}\n")
 
+    def compute_alone(self, prepared: object) -> object:
+        assert isinstance(prepared, RangeJob)
+        self._note("alone", prepared)
+        self._fault("compute", prepared)
+        return prepared
+
+    def compute_apart(self, job: RangeJob) -> None:
+        self._note("apart", job)
+        if f"compute:{job.range_id}" in self.faults:
+            raise errors.PoisonRangeError("dies of everything", history=("isolating: died",))
+        self.publish(job)
+
+    def _note(self, how: str, job: RangeJob) -> None:
+        with (self.folder / how).open("a") as file:
+            file.write(f"{job.range_id}\n")
+
     def set_aside(self, job: RangeJob, reason: str, history: Sequence[str]) -> None:
         self._fault("set_aside", job)
         text = json.dumps({"reason": reason, "history": list(history)})

@@ -1,10 +1,11 @@
 """The command line ``swathe-worker``: a supervisor by default, one device's worker or a check as subcommands."""
 
 import json
+import logging
 import os
 import sys
 from dataclasses import asdict
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 import typer
 from pydantic import SecretStr
@@ -81,9 +82,18 @@ def serve_command(uuid: str, name: str, exit_when_idle: ExitWhenIdle = None) -> 
     from worker.serve import serve
 
     settings = read_settings()
-    raise typer.Exit(
-        serve(settings, _redis_url(settings), uuid=uuid, name=name, exit_when_idle_s=exit_when_idle)
+    code = serve(
+        settings, _redis_url(settings), uuid=uuid, name=name, exit_when_idle_s=exit_when_idle
     )
+    _end_process(code)
+
+
+@app.command("apart", hidden=True)
+def apart_command(trial: str, events: int, parent: int) -> None:
+    """Compute one range's samples one by one, and die of them where need be."""
+    from worker.apart import attempt
+
+    _end_process(attempt(read_settings(), trial, events=events, parent=parent))
 
 
 @app.command("check")
@@ -129,6 +139,14 @@ def doctor_command() -> None:
         "problems": doctor.software_problems(),
     }
     print(json.dumps(found))
+
+
+def _end_process(code: int) -> NoReturn:
+    """End at once: a thread that hangs in a device's driver would hold up the interpreter's own end for ever."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _redis_url(settings: Settings) -> SecretStr:

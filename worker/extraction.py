@@ -4,10 +4,12 @@ Reading and committing run beside the device; only ``compute`` owns it. The mode
 needs it, on the compute thread, and exchanged only when a range of another model comes.
 """
 
+import gc
 import platform
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final, TypeVar
@@ -17,20 +19,23 @@ import torch
 from swathe import checkpoint, codec, log, names
 from swathe.clock import utc_now
 from swathe.errors import ConfigError, RunMismatchError, WorkerError
-from swathe.records import read_run
+from swathe.records import read_record, read_run
 from swathe.settings import Settings
 from swathe.spec import BatchForm, CanaryRecord, FailedMarker, Layer, RangeJob, RunSpec, to_json
 from swathe.store import Store, open_store
-from swathe.tokens import RangeTokens, TokenReader
+from swathe.tokens import TokenReader
 from worker import selftest
 from worker.canary import canary_bounds, one_in, take_canary
 from worker.contract import STORED
+from worker.device_errors import device_errors
 from worker.engine import Engine, StartedRange
+from worker.isolation import Isolation, Trials
 from worker.model import HiddenStateModel, load_model
-from worker.ranges import RangeStates
+from worker.ranges import RangeStates, TokenRange
 from worker.rates import tokens_that_fit
 from worker.sink import Author, Sink
 from worker.telemetry import Telemetry
+from worker.vouching import vouched
 
 _OPEN_RUNS: Final = 8
 _Step = TypeVar("_Step")
@@ -53,7 +58,7 @@ class Prepared:
     """A range ready for the device."""
 
     run: OpenRun
-    tokens: RangeTokens
+    tokens: TokenRange
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +83,9 @@ class Computed:
 class Extraction:
     """The work of one worker process on one device."""
 
+    apart_command: tuple[str, ...] = (sys.executable, "-P", "-m", "worker.cli", "apart")
+    """Starts a process made to die; see ``worker.apart``."""
+
     def __init__(
         self,
         *,
@@ -101,6 +109,8 @@ class Extraction:
         self._choose = one_in(settings.canary_every)
         self._bounds: dict[Layer, float] = {}
         self._software = software_versions(device)
+        self.on_progress: Callable[[], None] = lambda: None
+        """Told whenever the device, or the loading of a model, moved."""
 
     @property
     def ready(self) -> bool:
@@ -131,25 +141,63 @@ class Extraction:
     def compute(self, prepared: object) -> object:
         """Put a range on the device, behind the one that is there; its states go to a buffer of the engine's."""
         prepared = _expect(Prepared, prepared)
-        engine = self._engine_for(prepared.run)
-        self._on_device = Started(
-            run=prepared.run, engine=engine, started=engine.start(prepared.tokens)
-        )
+        with device_errors():
+            engine = self._engine_for(prepared.run)
+            self._on_device = Started(
+                run=prepared.run, engine=engine, started=engine.start(prepared.tokens)
+            )
         return self._on_device
 
     def finish(self, started: object) -> object:
         """Wait for a range that ``compute`` put on the device."""
         started = _expect(Started, started)
-        if started.states is None:
-            started.states = started.engine.finish(started.started)
-        if self._on_device is started:
-            self._on_device = None
-        states = started.states
-        canary = self._take_canary(started.run, states)
+        with device_errors():
+            if started.states is None:
+                started.states = started.engine.finish(started.started)
+            if self._on_device is started:
+                self._on_device = None
+            canary = self._take_canary(started.run, started.states)
+        return self._computed(started.run, started.states, canary)
+
+    def compute_alone(
+        self, prepared: object, on_sample: Callable[[int], None] = lambda _index: None
+    ) -> object:
+        """Compute each sample by itself on the reference path; ``on_sample`` is told its index before."""
+        prepared = _expect(Prepared, prepared)
+        with device_errors():
+            states = self._engine_for(prepared.run).alone(prepared.tokens, on_sample)
+        return self._computed(prepared.run, states, None)
+
+    def compute_apart(self, job: RangeJob) -> None:
+        """Have the range computed and committed by processes made to die, the model's memory freed for them."""
+        run = self._open(job)
+        self._unload()
+        trials = Trials(
+            self.apart_command,
+            worker=self._name,
+            device=self._device_id,
+            on_progress=self.on_progress,
+        )
+        Isolation(trials).resolve(job)
+        record = read_record(run.store, run.spec, job.range_id)
+        for count, amount in (
+            ("samples", record.samples), ("tokens", record.tokens), ("written_bytes", record.size_bytes), ("ranges", 1),
+        ):  # fmt: skip
+            self._telemetry.count(count, amount)
+
+    def _unload(self) -> None:
+        self._engine = self._model = self._engine_key = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _computed(
+        self, run: OpenRun, states: RangeStates, canary: CanaryRecord | None
+    ) -> "Computed":
         for stage, seconds in states.stats.stage_seconds.items():
             self._telemetry.add_seconds(stage, seconds)
         self._telemetry.count("padding_tokens", states.stats.padding_tokens)
-        computed = Computed(run=started.run, states=states, canary=canary)
+        computed = Computed(run=run, states=states, canary=canary)
         # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
         weakref.finalize(computed, states.release)
         return computed
@@ -237,7 +285,7 @@ class Extraction:
             if self._on_device is not None:
                 self.finish(self._on_device)
             self._engine = self._model = None
-            with self._telemetry.stage("load"):
+            with self._telemetry.stage("load"), vouched(self.on_progress):
                 self._engine = self._load(spec)
             self._engine_key = key
             self._write_final_norm(run)
@@ -273,6 +321,7 @@ class Extraction:
             form=test.form,
             max_batch_tokens=self._batch_tokens(model, test.form, spec),
             buffers=self._settings.jobs_in_flight - 1,
+            on_progress=self.on_progress,
         )
 
     def _batch_tokens(self, model: HiddenStateModel, form: BatchForm, spec: RunSpec) -> int:

@@ -37,9 +37,7 @@ def serve(
     ``uuid`` is that of the one GPU that this process can see, or ``cpu``; ``name`` is this worker's in the fleet, one
     that no process had before.
     """
-    device = torch.device("cpu" if uuid == CPU_UUID else "cuda:0")
-    if device.type == "cpu":
-        torch.set_num_threads(_threads())
+    device = device_of(uuid)
     telemetry = Telemetry()
     work = Extraction(
         name=name,
@@ -59,7 +57,16 @@ def serve(
             about=fleet.about, rebuild=fleet.rebuild, waits_for_buffer=work.waits_for_buffer
         ),
     )
+    work.on_progress = worker.progress
     return worker.serve()
+
+
+def device_of(uuid: str) -> torch.device:
+    """The one device that this process may use."""
+    device = torch.device("cpu" if uuid == CPU_UUID else "cuda:0")
+    if device.type == "cpu":
+        torch.set_num_threads(_threads())
+    return device
 
 
 class _Fleet:
