@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 import torch
 
 from swathe import checkpoint, codec, log, names
-from swathe.errors import ConfigError, RunMismatchError
+from swathe.errors import ConfigError, RunMismatchError, SwatheError
 from swathe.records import read_run
 from swathe.settings import Settings
 from swathe.spec import BatchForm, FailedMarker, RangeJob, RunSpec, to_json
@@ -27,7 +27,7 @@ from worker.contract import STORED
 from worker.engine import Engine, StartedRange
 from worker.model import HiddenStateModel, load_model
 from worker.ranges import RangeStates
-from worker.rates import tokens_that_fit
+from worker.rates import matmul_flops, tokens_that_fit
 from worker.sink import Author, Sink
 from worker.telemetry import Telemetry
 
@@ -96,6 +96,8 @@ class Extraction:
         self._model: HiddenStateModel | None = None
         self._engine_key: tuple[object, ...] | None = None
         self._on_device: Started | None = None
+        self._last_run: OpenRun | None = None
+        self._measured: torch.dtype | None = None
         self._software = software_versions(device)
 
     @property
@@ -104,9 +106,23 @@ class Extraction:
         return self._engine is not None
 
     def waits_for_buffer(self) -> bool:
-        """Whether a slow store holds every host buffer, so that computing cannot go on."""
+        """Whether computing stands still because a slow store holds every host buffer."""
         engine = self._engine
-        return engine is not None and engine.ring.free == 0
+        return engine is not None and engine.ring.waiting
+
+    @property
+    def store_retries(self) -> int:
+        """Requests to stores after the first; stores that never repeat one count none."""
+        with self._lock:
+            return max((getattr(run.store, "retries", 0) for run in self._runs.values()), default=0)
+
+    def note_free_space(self) -> None:
+        """Look how much room the store last written to has; cheap, and never raises."""
+        run = self._last_run
+        try:
+            self._telemetry.set("store_free_bytes", run.store.free_bytes() if run else None)
+        except (SwatheError, OSError):
+            self._telemetry.set("store_free_bytes", None)
 
     def prepare(self, job: RangeJob) -> object:
         """Open the job's run and read the range's tokens, unless its record is there already.
@@ -116,6 +132,7 @@ class Extraction:
         with self._telemetry.stage("read"):
             run = self._open(job)
             if run.sink.committed(job.range_id):
+                self._telemetry.outcome("present")
                 return STORED
             return Prepared(run=run, tokens=run.tokens.read_range(job.range_id))
 
@@ -141,18 +158,35 @@ class Extraction:
         if self._on_device is started:
             self._on_device = None
         states = started.states
-        for stage, seconds in states.stats.stage_seconds.items():
-            self._telemetry.add_seconds(stage, seconds)
-        self._telemetry.count("padding_tokens", states.stats.padding_tokens)
+        self._note(states)
         computed = Computed(run=started.run, states=states)
         # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
-        weakref.finalize(computed, states.release)
+        weakref.finalize(computed, self._let_go, states)
         return computed
+
+    def _note(self, states: RangeStates) -> None:
+        stats = states.stats
+        for stage, seconds in stats.stage_seconds.items():
+            self._telemetry.add_seconds(stage, seconds)
+        self._telemetry.add(
+            {
+                "padding_tokens": stats.padding_tokens,
+                "flops": stats.flops,
+                "recomputed": stats.recomputed,
+                "out_of_memory": stats.out_of_memory,
+            }
+        )
+        self._telemetry.adjust("backlog_bytes", len(states.hidden_states.data))
+
+    def _let_go(self, states: RangeStates) -> None:
+        self._telemetry.adjust("backlog_bytes", -len(states.hidden_states.data))
+        states.release()
 
     def publish(self, computed: object) -> None:
         """Commit the range; when this returns its record is durable, ours or another worker's."""
         computed = _expect(Computed, computed)
         states = computed.states
+        self._last_run = computed.run
         try:
             computed.run.sink.commit(
                 states.samples,
@@ -215,6 +249,7 @@ class Extraction:
         return self._engine
 
     def _load(self, spec: RunSpec) -> Engine:
+        self._measure(getattr(torch, spec.compute_dtype))
         found = checkpoint.resolve_like(spec.model, model_roots=self._settings.model_roots)
         source = f"random:{found.config_path}" if spec.model.random_weights else found.folder
         model = load_model(
@@ -245,6 +280,15 @@ class Extraction:
             max_batch_tokens=self._batch_tokens(model, test.form, spec),
             buffers=self._settings.jobs_in_flight - 1,
         )
+
+    def _measure(self, dtype: torch.dtype) -> None:
+        """The device's matrix rate, while its memory is still free: utilizations are shares of it."""
+        if dtype != self._measured:
+            repeats = 20 if self._device.type == "cuda" else 2
+            self._telemetry.set("matmul_flops", matmul_flops(self._device, dtype, repeats=repeats))
+            self._measured = dtype
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _batch_tokens(self, model: HiddenStateModel, form: BatchForm, spec: RunSpec) -> int:
         """A range is one batch, unless the operator or the device's memory says less."""
