@@ -51,16 +51,17 @@ class Rates:
 
 
 class Pace:
-    """Speeds from successive snapshots, over a sliding minute."""
+    """Speeds from successive snapshots, over a sliding window."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = _WINDOW_S) -> None:
+        self._window_s = window_s
         self._points: list[tuple[float, int, int, int]] = []
 
     def add(self, state: RunState, now_s: float) -> Rates:
         """Take one snapshot at a monotonic time and tell the current speed."""
         point = (now_s, state.stored_samples, state.stored_tokens, state.stored_bytes)
         self._points.append(point)
-        while now_s - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
+        while now_s - self._points[0][0] > self._window_s and len(self._points) > 2:
             self._points.pop(0)
         first = self._points[0]
         seconds = now_s - first[0]

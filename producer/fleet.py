@@ -77,12 +77,12 @@ class Fleet:
         )
 
 
-def connect(settings: Settings) -> Redis:
+def connect(settings: Settings, *, retries: int = 20) -> Redis:
     """The fleet's Redis. Raises ConfigError when REDIS_URL is not set."""
     if settings.redis_url is None:
         msg = "REDIS_URL is not set: it says where the fleet's queue is, e.g. redis://:PASSWORD@HOST:6379/0"
         raise ConfigError(msg)
-    return queue.connect(settings.redis_url)
+    return queue.connect(settings.redis_url, retries=retries)
 
 
 def revive(store: Store, state: RunState) -> list[RangeId]:

@@ -22,6 +22,7 @@ from producer.provenance import provenance
 from producer.tally import PlanProgress, PlanReport, Tally
 from swathe import names
 from swathe.chat import ChatEncoder, TextEncoder, describe_tokenizer, load_tokenizer
+from swathe.clock import utc_now
 from swathe.dataset import read_samples
 from swathe.errors import ObjectMissingError, PlanError, RunMismatchError
 from swathe.records import read_run
@@ -190,7 +191,7 @@ def _write_provenance(
 ) -> None:
     value = provenance(
         argv,
-        planned_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        planned_at=utc_now(),
         inputs={
             file.name: {"size_bytes": file.size_bytes, "mtime_ns": file.mtime_ns}
             for file in inputs.dataset.files

@@ -41,6 +41,7 @@ def as_json(state: RunState, view: QueueView | None) -> dict[str, Any]:
             "set_aside": len(state.failed),
             "open": len(state.missing),
             "invalid_records": len(state.invalid),
+            "suspect": len(state.suspect),
         },
     }
     if view is not None:
@@ -74,6 +75,8 @@ def as_lines(state: RunState, view: QueueView | None) -> Iterator[str]:
     )
     if state.invalid:
         yield f"  damaged  {len(state.invalid)} unreadable records; run: swathe verify --repair"
+    if state.suspect:
+        yield f"  suspect  {len(state.suspect)} ranges of a device whose canary failed; run: swathe verify --repair"
     if view is None:
         return
     paused = ", paused" if view.paused else ""

@@ -50,6 +50,11 @@ def verify(
     spec = read_run(store)
     state = RunWatcher(store, spec).read()
     damaged = dict.fromkeys(state.invalid, "unreadable or foreign record")
+    for range_id, canary in state.suspect.items():
+        damaged[range_id] = (
+            f"suspect: device {canary.device} computed row {canary.row} of range {canary.range_id} wrong at "
+            f"{canary.taken_at}"
+        )
     check = _Checker(store, spec, full=full)
     workers = min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, "verify") as pool:
@@ -84,6 +89,11 @@ def withdraw(store: Store, state: RunState, range_ids: list[RangeId]) -> None:
         store.delete(names.record(range_id))
         if record is not None and record.shard is not None:
             store.delete(record.shard)
+    if state.suspect.keys() <= set(range_ids):
+        # All that these canaries cast doubt on is gone; what the device does from now on is for new ones to judge.
+        for key, canary in state.canaries.items():
+            if not canary.passed:
+                store.delete(key)
 
 
 class _Checker:

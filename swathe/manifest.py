@@ -179,6 +179,14 @@ def _require_complete(store: Store, state: RunState) -> None:
     if missing := state.missing:
         msg = f"{store.url}: {len(missing)} of {state.spec.totals.ranges} ranges are not stored yet"
         raise IncompleteRunError(msg)
+    if state.suspect:
+        range_id, canary = next(iter(state.suspect.items()))
+        msg = (
+            f"{store.url}: {len(state.suspect)} ranges are suspect, first {range_id}: a sample of range "
+            f"{canary.range_id} was computed wrong on device {canary.device} at {canary.taken_at}; have them done again "
+            "with: swathe verify --repair"
+        )
+        raise IncompleteRunError(msg)
     if state.too_many_quarantined:
         msg = (
             f"{store.url}: {state.quarantined_samples} samples are quarantined, more than "

@@ -48,7 +48,7 @@ REQUEUE_REASONS: Final = (
 )
 QUEUE_STATES: Final = ("queued", "running", "paused", "refused")
 SAMPLE_STATES: Final = ("stored", "rejected", "quarantined", "remaining")
-RANGE_STATES: Final = ("stored", "open", "set_aside", "invalid")
+RANGE_STATES: Final = ("stored", "open", "set_aside", "invalid", "suspect")
 THROTTLE_REASONS: Final = (
     "power_cap",
     "power_brake",

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from swathe import names
+from swathe.canaries import read_canaries, suspects
 from swathe.errors import FormatError, ObjectMissingError, RunMismatchError
-from swathe.spec import FailedMarker, RangeId, RangeRecord, RunSpec, from_json
+from swathe.spec import CanaryRecord, FailedMarker, RangeId, RangeRecord, RunSpec, from_json
 from swathe.store import Store
 
 _READERS: Final = 16
@@ -27,6 +28,10 @@ class RunState:
     invalid: frozenset[RangeId]
     """Ranges whose record is unreadable or of another run: they must be withdrawn and done again."""
     sealed: bool
+    canaries: dict[str, CanaryRecord]
+    """By key."""
+    suspect: dict[RangeId, CanaryRecord]
+    """Committed ranges that a failed canary casts doubt on."""
 
     @property
     def missing(self) -> list[RangeId]:
@@ -73,6 +78,7 @@ class RunState:
             len(self.records) == self.spec.totals.ranges
             and self.accounted
             and not self.too_many_quarantined
+            and not self.suspect
         )
 
 
@@ -83,6 +89,7 @@ class RunWatcher:
         self._store = store
         self._spec = spec
         self._records: dict[RangeId, tuple[float, RangeRecord]] = {}
+        self._canaries: dict[str, CanaryRecord] = {}
 
     def read(self) -> RunState:
         """A fresh snapshot. Raises StoreError when the store cannot be listed."""
@@ -99,12 +106,15 @@ class RunWatcher:
         new = [range_id for range_id in listed if range_id not in self._records]
         invalid = frozenset(self._read_new(new, listed))
         records = {range_id: self._records[range_id][1] for range_id in sorted(self._records)}
+        self._canaries = read_canaries(self._store, self._spec, self._canaries)
         return RunState(
             spec=self._spec,
             records=records,
             failed=frozenset(failed - records.keys()),
             invalid=invalid,
             sealed=self._store.stat(names.MANIFEST) is not None,
+            canaries=dict(self._canaries),
+            suspect=suspects(records.values(), self._canaries.values()),
         )
 
     def _read_new(self, new: list[RangeId], times: dict[RangeId, float]) -> Iterable[RangeId]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swathe.errors import ConfigError
@@ -15,6 +15,41 @@ def _split(value: Any) -> Any:
         if isinstance(value, str)
         else value
     )
+
+
+class S3Settings(BaseModel):
+    """``SWATHE_S3__*``: how S3 is spoken to. Credentials, region and endpoint come from the usual ``AWS_*`` chain."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    endpoint_url: str | None = None
+    """Wins over AWS_ENDPOINT_URL_S3, for a process that uses two stores."""
+    addressing: Literal["auto", "path", "virtual"] = "auto"
+    """``auto``: the bucket in the host name at AWS, in the path everywhere else."""
+    checksum: Literal["crc32", "sha256", "md5", "none"] = "crc32"
+    """What the store checks each uploaded part against. ``md5`` (Content-MD5) and ``none`` send none of the newer
+    checksum headers, which some S3-compatible stores reject, and ask for none in answers."""
+    conditional_create: Literal["auto", "on", "off"] = "auto"
+    """If-None-Match: ``auto`` tries once for each process whether the store honours it, ``on`` trusts it blindly."""
+    part_bytes: int = Field(default=32 << 20, ge=5 << 20, le=5 << 30)
+    """Larger objects go up in parts of this size; S3 allows 10,000 of them."""
+    concurrency: int = Field(default=4, ge=1, le=64)
+    """Parts of one object on the way at once."""
+    attempts: int = Field(default=10, ge=1)
+    """Attempts at one request; the work itself is tried again later when they are used up."""
+    retry_s: float = Field(default=300.0, gt=0)
+    """No new attempt at a request after this long."""
+    first_wait_s: float = Field(default=0.2, ge=0)
+    """Wait before the second attempt; doubled for each further one, up to 20 s, with jitter."""
+    connect_timeout_s: float = Field(default=10.0, gt=0)
+    read_timeout_s: float = Field(default=60.0, gt=0)
+    """Without a byte for this long, a request counts as failed."""
+    acl: str | None = None
+    """Canned ACL of every object, such as ``bucket-owner-full-control``."""
+    sse: str | None = None
+    """Server-side encryption, ``AES256`` or ``aws:kms``; unset: the bucket's default."""
+    sse_kms_key_id: str | None = None
+    storage_class: str | None = None
 
 
 class Settings(BaseSettings):
@@ -54,6 +89,7 @@ class Settings(BaseSettings):
     """Where ``swathe exporter`` serves the fleet's metrics and the list of its workers."""
     max_batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens a worker puts through the model at once; unset: the range's own size, or what memory allows."""
+    s3: S3Settings = S3Settings()
 
 
 def read_settings() -> Settings:
@@ -62,7 +98,7 @@ def read_settings() -> Settings:
         return Settings()
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        name = "_".join(str(part) for part in first["loc"]).upper()
+        name = "__".join(str(part) for part in first["loc"]).upper()
         name = name if name == "REDIS_URL" else f"SWATHE_{name}"
         msg = f"{name}: {first['msg']}"
         raise ConfigError(msg) from None

@@ -256,6 +256,26 @@ class FailedMarker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryRecord:
+    """canaries/000042.json: one stored sample computed again, alone, on the reference path.
+
+    ``errors`` are medians over its tokens, ``bounds`` what they may be, both by layer.
+    """
+
+    format_version: int = FORMAT_VERSION
+    run_id: RunId
+    range_id: RangeId
+    row: int
+    tokens: int
+    errors: dict[str, float]
+    bounds: dict[str, float]
+    passed: bool
+    worker: str
+    device: str
+    taken_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RangeJob:
     """The payload of one rq job: data, never code."""
 

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
 
-Stage = Literal["read", "input_wait", "forward", "copy", "buffer_wait", "write", "record", "load"]
+Stage = Literal[
+    "read", "input_wait", "forward", "copy", "canary", "buffer_wait", "write", "record", "load"
+]
 State = Literal["compute", "input", "write", "queue_empty", "space", "store_away", "load"]
 Limit = Literal["compute", "copy", "input", "write", "queue_empty", "space", "store_away", "load"]
 

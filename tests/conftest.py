@@ -15,6 +15,9 @@ from redis import exceptions as redis_errors
 
 from swathe.queue import connect
 
+collect_ignore = [] if os.environ.get("SWATHE_CHAOS_SEEDS") else ["chaos"]
+"""The chaos suite takes minutes; `make chaos` and CI name its seeds."""
+
 
 class RedisServer:
     """A Valkey server on a unix socket that a test may kill, stop and start again with its files."""

@@ -12,8 +12,9 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
+from swathe.clock import utc_now
 from swathe.errors import SwatheError
-from swathe.spec import Layer
+from swathe.spec import CanaryRecord, Layer, RangeId, RunId
 from worker.engine import StateModel
 from worker.ranges import RangeStates
 from worker.selftest import SelfTest, token_errors
@@ -26,19 +27,33 @@ EVERY_RANGES: Final = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canary:
-    """canaries/000042.json: one sample computed twice. ``errors`` are medians over its tokens, by layer."""
+    """One sample computed twice. ``errors`` are medians over its tokens, by layer."""
 
-    format_version: int = 1
-    range_id: int
+    range_id: RangeId
     row: int
     tokens: int
-    errors: Mapping[str, float]
-    bounds: Mapping[str, float]
+    errors: dict[str, float]
+    bounds: dict[str, float]
 
     @property
     def passed(self) -> bool:
         """Whether every layer is within its bound; NaN is not."""
         return all(error <= self.bounds[layer] for layer, error in self.errors.items())
+
+    def record(self, run_id: RunId, *, worker: str, device: str) -> CanaryRecord:
+        """The canary as it is kept in the store."""
+        return CanaryRecord(
+            run_id=run_id,
+            range_id=self.range_id,
+            row=self.row,
+            tokens=self.tokens,
+            errors=self.errors,
+            bounds=self.bounds,
+            passed=self.passed,
+            worker=worker,
+            device=device,
+            taken_at=utc_now(),
+        )
 
 
 class Choice(Protocol):
@@ -50,11 +65,12 @@ class Choice(Protocol):
 
 
 def one_in(every: int = EVERY_RANGES) -> Choice:
-    """A choice of one range in ``every``, at random but the same on every node and at every try."""
+    """A choice of one range in ``every``, at random but the same on every node and at every try; 0: none."""
 
     def choose(range_id: int, samples: int) -> int | None:
         rng = np.random.default_rng(range_id)
-        return int(rng.integers(samples)) if samples and rng.integers(every) == 0 else None
+        chosen = bool(samples and every) and rng.integers(every) == 0
+        return int(rng.integers(samples)) if chosen else None
 
     return choose
 

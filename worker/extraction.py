@@ -4,31 +4,32 @@ Reading and committing run beside the device; only ``compute`` owns it. The mode
 needs it, on the compute thread, and exchanged only when a range of another model comes.
 """
 
-import platform
+import math
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final, TypeVar
 
 import torch
 
 from swathe import checkpoint, codec, log, names
-from swathe.errors import ConfigError, RunMismatchError, SwatheError
+from swathe.clock import utc_now
+from swathe.errors import ConfigError, RunMismatchError, SwatheError, WorkerError
 from swathe.records import read_run
 from swathe.settings import Settings
-from swathe.spec import BatchForm, FailedMarker, RangeJob, RunSpec, to_json
+from swathe.spec import BatchForm, CanaryRecord, FailedMarker, Layer, RangeJob, RunSpec, to_json
 from swathe.store import Store, open_store
 from swathe.tokens import RangeTokens, TokenReader
 from worker import selftest
+from worker.canary import canary_bounds, one_in, take_canary
 from worker.contract import STORED
 from worker.engine import Engine, StartedRange
 from worker.model import HiddenStateModel, load_model
 from worker.ranges import RangeStates
 from worker.rates import matmul_flops, tokens_that_fit
 from worker.sink import Author, Sink
+from worker.software import software_versions
 from worker.telemetry import Telemetry
 
 _OPEN_RUNS: Final = 8
@@ -71,6 +72,7 @@ class Computed:
 
     run: OpenRun
     states: RangeStates
+    canary: CanaryRecord | None
 
 
 class Extraction:
@@ -98,6 +100,8 @@ class Extraction:
         self._on_device: Started | None = None
         self._last_run: OpenRun | None = None
         self._measured: torch.dtype | None = None
+        self._choose = one_in(settings.canary_every)
+        self._bounds: dict[Layer, float] = {}
         self._software = software_versions(device)
 
     @property
@@ -158,8 +162,9 @@ class Extraction:
         if self._on_device is started:
             self._on_device = None
         states = started.states
+        canary = self._take_canary(started.run, states)
         self._note(states)
-        computed = Computed(run=started.run, states=states)
+        computed = Computed(run=started.run, states=states, canary=canary)
         # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
         weakref.finalize(computed, self._let_go, states)
         return computed
@@ -197,6 +202,8 @@ class Extraction:
             )
         finally:
             states.release()
+        if computed.canary is not None:
+            _keep_canary(computed.run, computed.canary)
 
     def set_aside(self, job: RangeJob, reason: str, history: Sequence[str]) -> None:
         """Leave a durable marker, so that no flushed queue brings the range back unasked."""
@@ -207,9 +214,32 @@ class Extraction:
             reason=reason,
             history=tuple(history),
             worker=self._name,
-            failed_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            failed_at=utc_now(),
         )
         run.store.create(names.failed(job.range_id), to_json(marker, indent=1))
+
+    def _take_canary(self, run: OpenRun, states: RangeStates) -> CanaryRecord | None:
+        """Now and then compute a stored sample again. Raises WorkerError when the device computes wrong."""
+        range_id = states.samples.range_id
+        sample = self._choose(range_id, states.samples.count)
+        if sample is None or self._model is None:
+            return None
+        with self._telemetry.stage("canary"):
+            taken = take_canary(self._model, states, sample, self._bounds)
+        canary = taken.record(run.spec.run_id, worker=self._name, device=self._device_id)
+        self._telemetry.set("canary_error", _worst(canary))
+        self._telemetry.count(f"canary:{'passed' if canary.passed else 'failed'}")
+        if canary.passed:
+            return canary
+        states.release()
+        _keep_canary(run, canary)
+        logger.error("canary failed", range_id=range_id, row=canary.row, errors=canary.errors)
+        msg = (
+            f"device {self._device_id} computed row {canary.row} of range {range_id} wrong: errors {canary.errors}, "
+            f"allowed {canary.bounds}; the worker stops, and what this device stored since its last good canary is "
+            "suspect: have it done again with swathe verify --repair"
+        )
+        raise WorkerError(msg)
 
     def _open(self, job: RangeJob) -> OpenRun:
         with self._lock:
@@ -273,7 +303,7 @@ class Extraction:
             failure=self._settings.selftest_failure,
             lengths=selftest.LENGTHS if self._device.type == "cuda" else selftest.SHORT_LENGTHS,
         )
-        self._model = model
+        self._model, self._bounds = model, canary_bounds(test)
         return Engine(
             model,
             form=test.form,
@@ -330,22 +360,21 @@ class Extraction:
         )
 
 
+def _keep_canary(run: OpenRun, canary: CanaryRecord) -> None:
+    """Canaries are never changed: of two on one range the first stays, but a failed one is never lost."""
+    key, data = names.canary(canary.range_id), to_json(canary, indent=1)
+    if not run.store.create(key, data) and not canary.passed:
+        run.store.write(key, [data])
+
+
+def _worst(canary: CanaryRecord) -> float:
+    """The largest error over its bound; NaN is beyond every bound."""
+    found = [error / canary.bounds[layer] for layer, error in canary.errors.items()]
+    return max((ratio if math.isfinite(ratio) else math.inf for ratio in found), default=0.0)
+
+
 def _expect(kind: type[_Step], value: object) -> _Step:
     if not isinstance(value, kind):
         msg = f"{type(value).__name__} came where {kind.__name__} was due; this is a bug"
         raise TypeError(msg)
     return value
-
-
-def software_versions(device: torch.device) -> dict[str, str]:
-    """Versions that may change a result's last bits; they stand in every record."""
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    try:
-        versions["swathe"] = version("swathe")
-    except PackageNotFoundError:
-        versions["swathe"] = "source tree"
-    versions["python"] = platform.python_version()
-    if device.type == "cuda":
-        versions["cuda"] = str(torch.version.cuda)
-        versions["device"] = torch.cuda.get_device_name(device)
-    return versions

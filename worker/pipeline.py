@@ -282,7 +282,9 @@ class Pipeline:
         self.outbox.put(settle)
 
     def _back_off(self, flight: Flight, error: BaseException) -> None:
-        self._backoff_s = min(max(self._backoff_s * 2, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
+        if time.monotonic() >= self._backoff_until_s:
+            # Ranges that fail together are one failure of the store, not several.
+            self._backoff_s = min(max(self._backoff_s * 2, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
         self._backoff_until_s = time.monotonic() + self._backoff_s
         self._log.warning(
             "store or network does not work; range handed back, no budget spent",

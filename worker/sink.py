@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from swathe import codec, log, names
+from swathe.clock import utc_now
 from swathe.errors import IntegrityError, ObjectMissingError, SwatheError
 from swathe.records import read_record
 from swathe.spec import Quarantined, RangeId, RangeRecord, RunSpec, to_json
@@ -88,7 +89,7 @@ class Sink:
             quarantined=quarantined,
             worker=author.worker,
             device=author.device,
-            finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            finished_at=utc_now(),
             stage_seconds={name: round(seconds, 4) for name, seconds in stage_seconds.items()},
             software=dict(author.software),
             kernels=dict(author.kernels),

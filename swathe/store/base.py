@@ -30,7 +30,8 @@ class Store(Protocol):
     """A run's root. All methods are safe to call from several threads.
 
     Failures are StoreError (try again later), NoSpaceError (the same, when there is room) or ObjectMissingError.
-    After a failed or interrupted write the key holds what it held before.
+    After a failed or interrupted write the key holds what it held before, or (a remote store whose last answer was
+    lost) all of the new object; never a part of it.
     """
 
     @property
@@ -47,7 +48,10 @@ class Store(Protocol):
         ...
 
     def write(self, key: str, chunks: Iterable[Buffer]) -> Written:
-        """Store the chunks' bytes, one after another, durable when this returns; replaces an older object."""
+        """Store the chunks' bytes, one after another, durable when this returns; replaces an older object.
+
+        Chunks are not copied: each must stay unchanged until this returns. Chunks of gigabytes are fine.
+        """
         ...
 
     def create(self, key: str, data: bytes) -> bool:
@@ -64,6 +68,10 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Remove an object; one that is not there is no error."""
+        ...
+
+    def collect(self, *, older_than_s: float) -> int:
+        """Remove what dead writers left (temporaries, unfinished uploads) longer ago than this; returns how many."""
         ...
 
     def free_bytes(self) -> int | None:

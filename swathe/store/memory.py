@@ -73,6 +73,11 @@ class MemoryStore:
         with self._lock:
             self._objects.pop(key, None)
 
+    def collect(self, *, older_than_s: float) -> int:
+        """Dead writers leave nothing here."""
+        del older_than_s
+        return 0
+
     def free_bytes(self) -> int | None:
         """No limit of its own."""
         return None

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch.utils.data import DataLoader
 
-from swathe import HiddenStates
+from swathe import HiddenStates, codec
 from swathe.errors import IncompleteRunError, IntegrityError
+from swathe.manifest import seal
+from swathe.spec import CanaryRecord, RangeId, to_json
+from swathe.store import open_store
 from tests.e2e.conftest import Command, assert_states_are_right, run_arguments, status
+from worker.check import check_run
 
 
 @pytest.fixture
@@ -109,6 +114,59 @@ def test_four_kinds_of_damage_are_found_and_exactly_these_ranges_redone(
     assert {path: path.stat().st_mtime_ns for path in untouched} == untouched
     assert json.loads(swathe("verify", copy, "--full", "--json"))["damaged"] == {}
     assert_states_are_right(copy, dataset, model)
+
+
+def test_a_failed_canary_blocks_the_seal_until_the_doubtful_ranges_are_done_again(
+    swathe: Command, dataset: Path, model: Path, copy: Path
+) -> None:
+    (copy / "manifest.json").unlink()
+    record = json.loads((copy / "states/000002.json").read_text())
+    canary = CanaryRecord(
+        run_id=record["run_id"],
+        range_id=RangeId(2),
+        row=0,
+        tokens=1,
+        errors={"0": 0.5},
+        bounds={"0": 1e-4},
+        passed=False,
+        worker=record["worker"],
+        device="cpu",
+        taken_at=record["finished_at"],
+    )
+    shutil.rmtree(copy / "canaries", ignore_errors=True)  # a good one would bound the doubt
+    (copy / "canaries").mkdir()
+    (copy / "canaries/000002.json").write_bytes(to_json(canary))
+    state = status(swathe, copy)
+    assert not state["complete"]
+    assert state["ranges"]["suspect"] == state["ranges"]["total"]
+    with pytest.raises(IncompleteRunError, match="suspect"):
+        seal(open_store(copy))
+
+    swathe_fails(swathe, copy, "verify", "--repair")
+    assert status(swathe, copy)["ranges"]["open"] == state["ranges"]["total"]
+    swathe.environment["SWATHE_CANARY_EVERY"] = "10"
+    swathe(*run_arguments(dataset, model, copy))
+    assert_states_are_right(copy, dataset, model)
+    taken = [json.loads(path.read_text()) for path in copy.glob("canaries/*.json")]
+    assert len(taken) > 3
+    assert all(one["passed"] and max(one["errors"].values()) < 1e-4 for one in taken)
+
+
+def test_the_final_check_tells_states_of_another_layer(
+    finished: tuple[Path, str], model: Path, copy: Path
+) -> None:
+    good = check_run(str(finished[0]), model, samples=3, device=torch.device("cpu"))
+    assert good.ok
+    for path in shards(copy):
+        with safe_open(path, "np") as shard:
+            tensors = {name: codec.view(shard.get_tensor(name)) for name in shard.keys()}  # noqa: SIM118
+            states = shard.get_tensor("hidden_states")[:, [1, 0, 2]]
+        path.write_bytes(
+            b"".join(codec.encode({**tensors, "hidden_states": codec.view(states)}, {}))
+        )
+    bad = check_run(str(copy), model, samples=3, device=torch.device("cpu"))
+    assert not bad.ok
+    assert [layer.median > 0.1 for layer in bad.layers] == [True, True, False]
 
 
 def test_quick_verification_needs_no_bytes_of_the_states(swathe: Command, copy: Path) -> None:

@@ -1,0 +1,1 @@
+"""Measurements against raw limits; each module is a command."""

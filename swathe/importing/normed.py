@@ -1,0 +1,52 @@
+"""Whether the last slot was stored after the final norm: the mistake behind many a drafter that accepts nothing.
+
+A normed state divided by the norm's weight has root mean square 1 at every token; states before the norm have
+magnitudes that differ by orders. So the weight alone tells them apart, without the model.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swathe import codec
+from swathe.errors import FormatError
+
+_TOLERANCE: Final = 0.05
+"""bfloat16 rounding moves a token's root mean square by less than one part in a hundred."""
+
+
+class NormCheck:
+    """Knows a norm's weight, from the bytes of a ``final_norm.safetensors``."""
+
+    def __init__(self, data: bytes, *, origin: str) -> None:
+        """Raises FormatError when the bytes are no such file."""
+        header = codec.read_header(lambda at, size: data[at : at + size], origin=origin)
+        info = header.tensors.get("weight")
+        if info is None:
+            msg = f"{origin}: holds no weight of a norm"
+            raise FormatError(msg)
+        raw = data[info.offset : info.offset + info.size_bytes]
+        self._weight_H = to_float(codec.to_array(info, raw), info.dtype)
+        if header.metadata.get("kind") == "rms_1p":
+            self._weight_H = 1 + self._weight_H
+        # A bias, or a mean taken off, leaves the magnitudes without this tell-tale.
+        self.can_tell = header.metadata.get("kind") in ("rms", "rms_1p")
+
+    def is_normed(self, last_SH: NDArray[Any], dtype: str) -> bool:
+        """Whether states [S, H] (raw) come after the norm; False where that cannot be told."""
+        if not self.can_tell or dtype == "float8_e4m3fn":
+            return False
+        kept_H = np.abs(self._weight_H) > 1e-3
+        if not kept_H.any():
+            return False
+        unit_SH = to_float(last_SH[:, kept_H], dtype) / self._weight_H[kept_H]
+        rms_S = np.sqrt((unit_SH**2).mean(axis=1))
+        return bool(np.median(np.abs(rms_S - 1)) < _TOLERANCE)
+
+
+def to_float(raw: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Raw items as float32; bfloat16 is its upper half."""
+    if dtype == "bfloat16":
+        return (raw.astype(np.uint32) << 16).view(np.float32)
+    return raw.astype(np.float32)
