@@ -10,7 +10,7 @@ DEMO_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/swathe/demo
 DEMO_LIMIT ?= 150
 DEMO_RUN ?= runs/demo
 
-.PHONY: install demo test lint type format clean
+.PHONY: install demo test lint type format mutants clean
 
 install: $(VENV)/.installed
 
@@ -30,6 +30,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest
+
+mutants: install
+	$(BIN)/python scripts/mutants.py
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -8,11 +8,12 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from producer import fleet, launch, watching
+from producer import exchange, fleet, launch, watching
 from producer.display import Display
+from producer.doctor import doctor_command
 from producer.options import PlanOptions
 from producer.plan import PlanReport, plan
-from producer.progress import plan_progress, verify_progress
+from producer.progress import counted_progress, plan_progress
 from producer.report import plan_json, plan_lines
 from producer.verify import Verification, verify, withdraw
 from swathe import log
@@ -246,7 +247,7 @@ def verify_command(
 ) -> None:
     """Check every committed range; 0 = complete and undamaged."""
     store, settings = open_store(run), read_settings()
-    with verify_progress(quiet=json_) as progress:
+    with counted_progress("verifying", quiet=json_) as progress:
         result = verify(store, full=full, progress=progress)
     if repair and result.damaged:
         spec = read_run(store)
@@ -260,6 +261,12 @@ def verify_command(
         _print_lines(_verification_lines(result, repaired=repair))
     if not result.ok:
         raise typer.Exit(1)
+
+
+app.command("export")(exchange.export_command)
+app.command("import")(exchange.import_command)
+app.command("gc")(exchange.gc_command)
+app.command("doctor")(doctor_command)
 
 
 def _verification_json(result: Verification) -> dict[str, Any]:

@@ -20,7 +20,13 @@ from swathe.spec import RangeId, RangeJob, RunId
 from worker.contract import STORED, Hooks, WorkerOptions
 from worker.jobs import RangeWorker
 
-FAST = {"lease_s": 1.0, "heartbeat_s": 0.2, "drain_s": 10.0, "rebuild_every_s": 0.5}
+FAST = {
+    "jobs_in_flight": 3,
+    "lease_s": 1.0,
+    "heartbeat_s": 0.2,
+    "drain_s": 10.0,
+    "rebuild_every_s": 0.5,
+}
 QUEUE = "swathe-m"
 
 
@@ -64,6 +70,22 @@ class FakeWork:
         except FileExistsError:
             with (self.folder / "lost").open("a") as file:
                 file.write(f"{computed.range_id}\n")
+
+    def compute_alone(self, prepared: object) -> object:
+        assert isinstance(prepared, RangeJob)
+        self._note("alone", prepared)
+        self._fault("compute", prepared)
+        return prepared
+
+    def compute_apart(self, job: RangeJob) -> None:
+        self._note("apart", job)
+        if f"compute:{job.range_id}" in self.faults:
+            raise errors.PoisonRangeError("dies of everything", history=("isolating: died",))
+        self.publish(job)
+
+    def _note(self, how: str, job: RangeJob) -> None:
+        with (self.folder / how).open("a") as file:
+            file.write(f"{job.range_id}\n")
 
     def set_aside(self, job: RangeJob, reason: str, history: Sequence[str]) -> None:
         self._fault("set_aside", job)

@@ -1,8 +1,11 @@
 """The command line ``swathe-worker``: a supervisor by default, one device's worker or a check as subcommands."""
 
+import json
+import logging
 import os
 import sys
-from typing import Annotated, Final
+from dataclasses import asdict
+from typing import Annotated, Final, NoReturn
 
 import typer
 from pydantic import SecretStr
@@ -97,7 +100,15 @@ def serve_command(
 
     settings = read_settings()
     place = Place(uuid=uuid, name=name, report_fd=report_fd, metrics=metrics)
-    raise typer.Exit(serve(settings, _redis_url(settings), place, exit_when_idle_s=exit_when_idle))
+    _end_process(serve(settings, _redis_url(settings), place, exit_when_idle_s=exit_when_idle))
+
+
+@app.command("apart", hidden=True)
+def apart_command(trial: str, events: int, parent: int) -> None:
+    """Compute one range's samples one by one, and die of them where need be."""
+    from worker.apart import attempt
+
+    _end_process(attempt(read_settings(), trial, events=events, parent=parent))
 
 
 @app.command("check")
@@ -130,6 +141,27 @@ def check_command(
             f"swathe-worker: errors above {result.limit:g}: the states are wrong", file=sys.stderr
         )
         raise typer.Exit(1)
+
+
+@app.command("doctor", hidden=True)
+def doctor_command() -> None:
+    """Print what this node's devices are and can do, as JSON."""
+    from worker import doctor
+
+    found = {
+        "software": doctor.software(),
+        "devices": [asdict(device) for device in doctor.examine_devices()],
+        "problems": doctor.software_problems(),
+    }
+    print(json.dumps(found))
+
+
+def _end_process(code: int) -> NoReturn:
+    """End at once: a thread that hangs in a device's driver would hold up the interpreter's own end for ever."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _redis_url(settings: Settings) -> SecretStr:

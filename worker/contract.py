@@ -37,6 +37,21 @@ class RangeWork(Protocol):
         """Upload thread; the record is durable when it returns."""
         ...
 
+    def compute_alone(self, prepared: object) -> object:
+        """Compute thread, nothing else on the device: each sample by itself on the reference path.
+
+        Samples that raise are quarantined; what is returned goes to ``publish``. Raises WorkerError when a harmless
+        sample raises too.
+        """
+        ...
+
+    def compute_apart(self, job: RangeJob) -> None:
+        """Compute thread; the same and the commit in processes made to die, with this one's device memory freed.
+
+        The record is durable when it returns. Raises PoisonRangeError when the range cannot be resolved.
+        """
+        ...
+
     def set_aside(self, job: RangeJob, reason: str, history: Sequence[str]) -> None:
         """Write the durable failure marker; nothing else will touch the range until ``retry``."""
         ...
@@ -55,9 +70,11 @@ class WorkerOptions:
     heartbeat_s: float = 3.0
     drain_s: float = 60.0
     max_failures: int = 3
-    """Errors of a range before it is set aside."""
+    """Errors of a range before its samples are computed one by one."""
     max_deaths: int = 3
-    """Processes that may die with a range on their device before it is set aside."""
+    """Processes that may die with a range on their device before it is isolated in processes made to die."""
+    max_deaths_apart: int = 3
+    """Further workers that may die while they isolate it, before it is set aside."""
     max_bystander_deaths: int = 30
     """The same for a range that was merely held; far higher, for spot nodes die a lot."""
     max_failures_in_a_row: int = 5

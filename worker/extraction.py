@@ -4,10 +4,11 @@ Reading and committing run beside the device; only ``compute`` owns it. The mode
 needs it, on the compute thread, and exchanged only when a range of another model comes.
 """
 
-import math
+import gc
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -15,22 +16,25 @@ import torch
 
 from swathe import checkpoint, codec, log, names
 from swathe.clock import utc_now
-from swathe.errors import ConfigError, RunMismatchError, SwatheError, WorkerError
-from swathe.records import read_run
+from swathe.errors import ConfigError, RunMismatchError, WorkerError
+from swathe.records import read_record, read_run
 from swathe.settings import Settings
 from swathe.spec import BatchForm, CanaryRecord, FailedMarker, Layer, RangeJob, RunSpec, to_json
 from swathe.store import Store, open_store
-from swathe.tokens import RangeTokens, TokenReader
-from worker import selftest
+from swathe.tokens import TokenReader
+from worker import accounts, selftest
 from worker.canary import canary_bounds, one_in, take_canary
 from worker.contract import STORED
+from worker.device_errors import device_errors
 from worker.engine import Engine, StartedRange
+from worker.isolation import Isolation, Trials
 from worker.model import HiddenStateModel, load_model
-from worker.ranges import RangeStates
+from worker.ranges import RangeStates, TokenRange
 from worker.rates import matmul_flops, tokens_that_fit
 from worker.sink import Author, Sink
 from worker.software import software_versions
 from worker.telemetry import Telemetry
+from worker.vouching import vouched
 
 _OPEN_RUNS: Final = 8
 _Step = TypeVar("_Step")
@@ -53,7 +57,7 @@ class Prepared:
     """A range ready for the device."""
 
     run: OpenRun
-    tokens: RangeTokens
+    tokens: TokenRange
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +81,9 @@ class Computed:
 
 class Extraction:
     """The work of one worker process on one device."""
+
+    apart_command: tuple[str, ...] = (sys.executable, "-P", "-m", "worker.cli", "apart")
+    """Starts a process made to die; see ``worker.apart``."""
 
     def __init__(
         self,
@@ -103,6 +110,8 @@ class Extraction:
         self._choose = one_in(settings.canary_every)
         self._bounds: dict[Layer, float] = {}
         self._software = software_versions(device)
+        self.on_progress: Callable[[], None] = lambda: None
+        """Told whenever the device, or the loading of a model, moved."""
 
     @property
     def ready(self) -> bool:
@@ -122,11 +131,7 @@ class Extraction:
 
     def note_free_space(self) -> None:
         """Look how much room the store last written to has; cheap, and never raises."""
-        run = self._last_run
-        try:
-            self._telemetry.set("store_free_bytes", run.store.free_bytes() if run else None)
-        except (SwatheError, OSError):
-            self._telemetry.set("store_free_bytes", None)
+        accounts.note_free_space(self._telemetry, self._last_run.store if self._last_run else None)
 
     def prepare(self, job: RangeJob) -> object:
         """Open the job's run and read the range's tokens, unless its record is there already.
@@ -148,44 +153,61 @@ class Extraction:
     def compute(self, prepared: object) -> object:
         """Put a range on the device, behind the one that is there; its states go to a buffer of the engine's."""
         prepared = _expect(Prepared, prepared)
-        engine = self._engine_for(prepared.run)
-        self._on_device = Started(
-            run=prepared.run, engine=engine, started=engine.start(prepared.tokens)
-        )
+        with device_errors():
+            engine = self._engine_for(prepared.run)
+            self._on_device = Started(
+                run=prepared.run, engine=engine, started=engine.start(prepared.tokens)
+            )
         return self._on_device
 
     def finish(self, started: object) -> object:
         """Wait for a range that ``compute`` put on the device."""
         started = _expect(Started, started)
-        if started.states is None:
-            started.states = started.engine.finish(started.started)
-        if self._on_device is started:
-            self._on_device = None
-        states = started.states
-        canary = self._take_canary(started.run, states)
-        self._note(states)
-        computed = Computed(run=started.run, states=states, canary=canary)
-        # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
-        weakref.finalize(computed, self._let_go, states)
-        return computed
+        with device_errors():
+            if started.states is None:
+                started.states = started.engine.finish(started.started)
+            if self._on_device is started:
+                self._on_device = None
+            canary = self._take_canary(started.run, started.states)
+        return self._computed(started.run, started.states, canary)
 
-    def _note(self, states: RangeStates) -> None:
-        stats = states.stats
-        for stage, seconds in stats.stage_seconds.items():
-            self._telemetry.add_seconds(stage, seconds)
-        self._telemetry.add(
-            {
-                "padding_tokens": stats.padding_tokens,
-                "flops": stats.flops,
-                "recomputed": stats.recomputed,
-                "out_of_memory": stats.out_of_memory,
-            }
+    def compute_alone(
+        self, prepared: object, on_sample: Callable[[int], None] = lambda _index: None
+    ) -> object:
+        """Compute each sample by itself on the reference path; ``on_sample`` is told its index before."""
+        prepared = _expect(Prepared, prepared)
+        with device_errors():
+            states = self._engine_for(prepared.run).alone(prepared.tokens, on_sample)
+        return self._computed(prepared.run, states, None)
+
+    def compute_apart(self, job: RangeJob) -> None:
+        """Have the range computed and committed by processes made to die, the model's memory freed for them."""
+        run = self._open(job)
+        self._unload()
+        trials = Trials(
+            self.apart_command,
+            worker=self._name,
+            device=self._device_id,
+            on_progress=self.on_progress,
         )
-        self._telemetry.adjust("backlog_bytes", len(states.hidden_states.data))
+        Isolation(trials).resolve(job)
+        record = read_record(run.store, run.spec, job.range_id)
+        accounts.note_record(self._telemetry, record)
 
-    def _let_go(self, states: RangeStates) -> None:
-        self._telemetry.adjust("backlog_bytes", -len(states.hidden_states.data))
-        states.release()
+    def _unload(self) -> None:
+        self._engine = self._model = self._engine_key = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _computed(
+        self, run: OpenRun, states: RangeStates, canary: CanaryRecord | None
+    ) -> "Computed":
+        accounts.note_states(self._telemetry, states)
+        computed = Computed(run=run, states=states, canary=canary)
+        # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
+        weakref.finalize(computed, accounts.let_go, self._telemetry, states)
+        return computed
 
     def publish(self, computed: object) -> None:
         """Commit the range; when this returns its record is durable, ours or another worker's."""
@@ -227,8 +249,7 @@ class Extraction:
         with self._telemetry.stage("canary"):
             taken = take_canary(self._model, states, sample, self._bounds)
         canary = taken.record(run.spec.run_id, worker=self._name, device=self._device_id)
-        self._telemetry.set("canary_error", _worst(canary))
-        self._telemetry.count(f"canary:{'passed' if canary.passed else 'failed'}")
+        accounts.note_canary(self._telemetry, canary)
         if canary.passed:
             return canary
         states.release()
@@ -272,7 +293,7 @@ class Extraction:
             if self._on_device is not None:
                 self.finish(self._on_device)
             self._engine = self._model = None
-            with self._telemetry.stage("load"):
+            with self._telemetry.stage("load"), vouched(self.on_progress):
                 self._engine = self._load(spec)
             self._engine_key = key
             self._write_final_norm(run)
@@ -309,6 +330,7 @@ class Extraction:
             form=test.form,
             max_batch_tokens=self._batch_tokens(model, test.form, spec),
             buffers=self._settings.jobs_in_flight - 1,
+            on_progress=self.on_progress,
         )
 
     def _measure(self, dtype: torch.dtype) -> None:
@@ -365,12 +387,6 @@ def _keep_canary(run: OpenRun, canary: CanaryRecord) -> None:
     key, data = names.canary(canary.range_id), to_json(canary, indent=1)
     if not run.store.create(key, data) and not canary.passed:
         run.store.write(key, [data])
-
-
-def _worst(canary: CanaryRecord) -> float:
-    """The largest error over its bound; NaN is beyond every bound."""
-    found = [error / canary.bounds[layer] for layer, error in canary.errors.items()]
-    return max((ratio if math.isfinite(ratio) else math.inf for ratio in found), default=0.0)
 
 
 def _expect(kind: type[_Step], value: object) -> _Step:

@@ -166,7 +166,9 @@ class RangeWorker(SimpleWorker):
         """One look for work."""
         self.ticked_s = time.monotonic()
         pause_s = self.pipeline.backoff_s
-        if pause_s > 0:
+        if self.pipeline.apart:
+            self._stop_event.wait(0.2)
+        elif pause_s > 0:
             self._stop_event.wait(min(pause_s, 1.0))
         elif self._held.wait_for_room(self._options.jobs_in_flight, 0.2):
             try:
@@ -274,12 +276,8 @@ class RangeWorker(SimpleWorker):
             self._events.warning("farewell not said", error=str(error))
 
     def _give_back(self, flights: list[Flight]) -> None:
-        if not flights:
-            return
-        book = flights[0].book
         reason: Back = "drain" if self._fatal is None else "worker"
-        leases = [flight.lease for flight in flights]
-        self.pipeline.outbox.put(lambda: _ignore(book.hand_back(leases, reason)))
+        self.pipeline.give_back(flights, reason)
 
     def _beat(self, connection: Redis, about: dict[str, Any]) -> None:
         """Everything about this worker, again at each beat: a flushed or restarted Redis knows it at once."""
@@ -304,7 +302,3 @@ class RangeWorker(SimpleWorker):
             worker_registration.register(self, pipe)
             pipe.set(about_key(self.name), json.dumps(about, default=str), ex=ttl_s)
             pipe.execute()
-
-
-def _ignore(_value: object) -> None:
-    return None

@@ -45,9 +45,7 @@ def serve(
     settings: Settings, redis_url: SecretStr, place: Place, *, exit_when_idle_s: float | None
 ) -> int:
     """Work until told to stop; returns the exit status."""
-    device = torch.device("cpu" if place.uuid == CPU_UUID else "cuda:0")
-    if device.type == "cpu":
-        torch.set_num_threads(_threads())
+    device = device_of(place.uuid)
     telemetry = Telemetry()
     work = Extraction(
         name=place.name,
@@ -70,9 +68,18 @@ def serve(
             outcome=telemetry.outcome,
         ),
     )
+    work.on_progress = worker.progress
     fleet.reporter = _reporter(worker, work, telemetry, place)
     fleet.reporter.start()
     return worker.serve()
+
+
+def device_of(uuid: str) -> torch.device:
+    """The one device that this process may use."""
+    device = torch.device("cpu" if uuid == CPU_UUID else "cuda:0")
+    if device.type == "cpu":
+        torch.set_num_threads(_threads())
+    return device
 
 
 def _reporter(

@@ -140,6 +140,29 @@ def timing_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
+class Timer:
+    """Seconds of device work between its making and ``stop``, without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = (timing_event(), timing_event()) if device.type == "cuda" else None
+        self._clock_s = time.monotonic()
+        if self._events is not None:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """End of the timed work."""
+        self._clock_s = time.monotonic() - self._clock_s
+        if self._events is not None:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """The time between; waits for the device to get there."""
+        if self._events is None:
+            return self._clock_s
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1000
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Tokens [first, first + tokens) of a batch that lie at ``place`` of the range."""
