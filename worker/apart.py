@@ -16,8 +16,8 @@ from swathe.settings import Settings
 from swathe.spec import Quarantined, from_json
 from worker.contract import STORED
 from worker.extraction import Computed, Extraction, Prepared
+from worker.faults import classify
 from worker.isolation import Trial
-from worker.pipeline import classify
 from worker.ranges import RangeSamples
 from worker.serve import device_of
 from worker.supervisor import die_with_parent
