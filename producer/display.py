@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Self
@@ -12,32 +13,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from swathe import stages
 from swathe.records import RunState
+from swathe.stages import Spent
 
 _PLAIN_EVERY_S: Final = 10.0
 _WINDOW_S: Final = 60.0
-_STAGE_WORDS: Final = {
-    "read": "reading the plan's tokens",
-    "input_wait": "waiting for input",
-    "forward": "computing",
-    "copy": "copying from the device",
-    "buffer_wait": "waiting for a free buffer",
-    "encode": "encoding",
-    "write": "writing to the store",
-    "load": "loading the model",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything a display needs at one moment. ``stage_seconds`` are totals over all live workers."""
+    """Everything a display needs at one moment. ``spent`` are each live worker's totals, by its name."""
 
     state: RunState
     refusal: str = ""
     """Why every live worker has given the run up, if so."""
     workers: int | None = None
     queued: int | None = None
-    stage_seconds: dict[str, float] = field(default_factory=dict)
+    spent: Mapping[str, Spent] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +44,17 @@ class Rates:
 
 
 class Pace:
-    """Speeds from successive snapshots, over a sliding minute."""
+    """Speeds from successive snapshots, over a sliding window."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = _WINDOW_S) -> None:
+        self._window_s = window_s
         self._points: list[tuple[float, int, int, int]] = []
 
     def add(self, state: RunState, now_s: float) -> Rates:
         """Take one snapshot at a monotonic time and tell the current speed."""
         point = (now_s, state.stored_samples, state.stored_tokens, state.stored_bytes)
         self._points.append(point)
-        while now_s - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
+        while now_s - self._points[0][0] > self._window_s and len(self._points) > 2:
             self._points.pop(0)
         first = self._points[0]
         seconds = now_s - first[0]
@@ -83,7 +77,7 @@ class Display:
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._pace = Pace()
         self._last_plain_s = float("-inf")
-        self._last_stages: dict[str, float] = {}
+        self._last_spent: Mapping[str, Spent] = {}
         self._limiting = ""
 
     def __enter__(self) -> Self:
@@ -104,18 +98,20 @@ class Display:
         """Show one snapshot."""
         now_s = time.monotonic()
         rates = self._pace.add(snapshot.state, now_s)
-        self._note_stages(snapshot.stage_seconds)
+        self._note(snapshot.spent)
         if self._console.is_terminal:
             self._live.update(self._table(snapshot, rates), refresh=True)
         elif now_s - self._last_plain_s >= _PLAIN_EVERY_S or snapshot.state.complete:
             self._last_plain_s = now_s
             print(self._line(snapshot, rates), file=sys.stderr, flush=True)  # noqa: T201
 
-    def _note_stages(self, totals: dict[str, float]) -> None:
-        grown = {name: totals[name] - self._last_stages.get(name, 0.0) for name in totals}
-        self._last_stages = totals
-        limiting = limiting_stage(grown)
-        self._limiting = limiting or self._limiting
+    def _note(self, spent: Mapping[str, Spent]) -> None:
+        grown = Spent.of(
+            now.since(self._last_spent.get(worker, Spent())) for worker, now in spent.items()
+        )
+        self._last_spent = spent
+        limit = stages.limiting(grown)
+        self._limiting = stages.WORDS[limit] if limit else self._limiting
 
     def _line(self, snapshot: Snapshot, rates: Rates) -> str:
         state = snapshot.state
@@ -161,22 +157,6 @@ class Display:
         if state.failed:
             return Group(table, Text(f"{len(state.failed)} ranges set aside", style="red"))
         return table
-
-
-def limiting_stage(grown: dict[str, float]) -> str:
-    """The stage that held the device up most since the last look, in words; empty when nothing ran."""
-    known = {
-        name: seconds for name, seconds in grown.items() if name in _STAGE_WORDS and seconds > 0
-    }
-    if not known:
-        return ""
-    # Reading and writing run beside the device: they limit only through the waiting that they cause.
-    waiting = {
-        name: known.get(name, 0.0)
-        for name in ("input_wait", "forward", "copy", "buffer_wait", "load")
-    }
-    worst = max(waiting, key=lambda name: waiting[name])
-    return _STAGE_WORDS["write" if worst == "buffer_wait" else worst] if waiting[worst] else ""
 
 
 def size_text(size_bytes: float) -> str:

@@ -1,5 +1,6 @@
 """What the producer does with the queue: fill it from the store's truth, look at it, steer a run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from swathe.errors import ConfigError
 from swathe.records import RunState, read_failed
 from swathe.settings import Settings
 from swathe.spec import RangeId, RunSpec
+from swathe.stages import Spent
 from swathe.store import Store
 from swathe.submission import submit
 
@@ -61,10 +63,6 @@ class Fleet:
         """What a display shows at this moment."""
         counts = self._queue.counts()
         workers = queue.live_workers(self.connection)
-        seconds: dict[str, float] = {}
-        for said in workers.values():
-            for stage, value in dict(said.get("stage_seconds", {})).items():
-                seconds[stage] = seconds.get(stage, 0.0) + float(value)
         refusals = [
             dict(said.get("not_serving", {})).get(self.spec.run_id, "") for said in workers.values()
         ]
@@ -73,16 +71,21 @@ class Fleet:
             refusal=refusals[0] if refusals and all(refusals) else "",
             workers=len(workers),
             queued=counts.queued,
-            stage_seconds=seconds,
+            spent={name: spent_by(said) for name, said in workers.items()},
         )
 
 
-def connect(settings: Settings) -> Redis:
+def spent_by(said: Mapping[str, Any]) -> Spent:
+    """Where a worker's time went, from what it says about itself."""
+    return Spent(states=said.get("state_seconds") or {}, stages=said.get("stage_seconds") or {})
+
+
+def connect(settings: Settings, *, retries: int = 20) -> Redis:
     """The fleet's Redis. Raises ConfigError when REDIS_URL is not set."""
     if settings.redis_url is None:
         msg = "REDIS_URL is not set: it says where the fleet's queue is, e.g. redis://:PASSWORD@HOST:6379/0"
         raise ConfigError(msg)
-    return queue.connect(settings.redis_url)
+    return queue.connect(settings.redis_url, retries=retries)
 
 
 def revive(store: Store, state: RunState) -> list[RangeId]:

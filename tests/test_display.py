@@ -5,24 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from producer.display import Display, Pace, Snapshot, duration_text, limiting_stage, size_text
+from producer.display import Display, Pace, Snapshot, duration_text, size_text
+from swathe.stages import Spent
 from tests.support.states import state_with
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        ({"forward": 9.0, "input_wait": 0.5, "write": 20.0}, "computing"),
-        ({"forward": 2.0, "input_wait": 7.0, "read": 7.0}, "waiting for input"),
-        # Writing for long is no limit as long as a buffer is free; waiting for one is.
-        ({"forward": 3.0, "buffer_wait": 6.0, "write": 30.0}, "writing to the store"),
-        ({"load": 5.0}, "loading the model"),
-        ({}, ""),
-        ({"unknown": 3.0}, ""),
-    ],
-)
-def test_the_limiting_stage_is_the_one_the_device_waits_for(seconds, words) -> None:
-    assert limiting_stage(seconds) == words
 
 
 def test_rates_are_those_of_the_last_minute() -> None:
@@ -49,7 +34,10 @@ def test_a_terminal_gets_a_table_and_no_line_is_wider_than_80_columns() -> None:
     with Display(console) as display:
         display.show(
             Snapshot(
-                state=state_with(stored=500), workers=2, queued=7, stage_seconds={"forward": 1.0}
+                state=state_with(stored=500),
+                workers=2,
+                queued=7,
+                spent={"w1": Spent(states={"compute": 1.0, "input": 0.4})},
             )
         )
     text = out.getvalue()

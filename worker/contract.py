@@ -116,6 +116,10 @@ def _any_queue(_name: str) -> bool:
     return True
 
 
+def _no_outcome(_outcome: str, _error: str) -> None:
+    return None
+
+
 def _no_rebuild(_run_id: RunId, _url: str) -> bool:
     return False
 
@@ -130,6 +134,8 @@ class Hooks:
     """Whether this worker can serve a queue (its model is here)."""
     waits_for_buffer: Callable[[], bool] = field(default=_never)
     """Whether the computation is blocked by a slow store: no hang then."""
+    outcome: Callable[[str, str], None] = field(default=_no_outcome)
+    """A range ended here without being stored: one of ``swathe.metrics.OUTCOMES``, and the error in a few words."""
     rebuild: Callable[[RunId, str], bool] = field(default=_no_rebuild)
     """Compare a run with its store: enqueue what is missing, seal what is complete; True when nothing is left to do.
     One worker of the fleet at a time, when its queue is empty; errors are logged and it is asked again later."""

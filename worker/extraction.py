@@ -5,20 +5,19 @@ needs it, on the compute thread, and exchanged only when a range of another mode
 """
 
 import gc
-import platform
+import math
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final, TypeVar
 
 import torch
 
 from swathe import checkpoint, codec, log, names
 from swathe.clock import utc_now
-from swathe.errors import ConfigError, RunMismatchError, WorkerError
+from swathe.errors import ConfigError, RunMismatchError, SwatheError, WorkerError
 from swathe.records import read_record, read_run
 from swathe.settings import Settings
 from swathe.spec import BatchForm, CanaryRecord, FailedMarker, Layer, RangeJob, RunSpec, to_json
@@ -32,8 +31,9 @@ from worker.engine import Engine, StartedRange
 from worker.isolation import Isolation, Trials
 from worker.model import HiddenStateModel, load_model
 from worker.ranges import RangeStates, TokenRange
-from worker.rates import tokens_that_fit
+from worker.rates import matmul_flops, tokens_that_fit
 from worker.sink import Author, Sink
+from worker.software import software_versions
 from worker.telemetry import Telemetry
 from worker.vouching import vouched
 
@@ -106,6 +106,8 @@ class Extraction:
         self._model: HiddenStateModel | None = None
         self._engine_key: tuple[object, ...] | None = None
         self._on_device: Started | None = None
+        self._last_run: OpenRun | None = None
+        self._measured: torch.dtype | None = None
         self._choose = one_in(settings.canary_every)
         self._bounds: dict[Layer, float] = {}
         self._software = software_versions(device)
@@ -118,9 +120,23 @@ class Extraction:
         return self._engine is not None
 
     def waits_for_buffer(self) -> bool:
-        """Whether a slow store holds every host buffer, so that computing cannot go on."""
+        """Whether computing stands still because a slow store holds every host buffer."""
         engine = self._engine
-        return engine is not None and engine.ring.free == 0
+        return engine is not None and engine.ring.waiting
+
+    @property
+    def store_retries(self) -> int:
+        """Requests to stores after the first; stores that never repeat one count none."""
+        with self._lock:
+            return max((getattr(run.store, "retries", 0) for run in self._runs.values()), default=0)
+
+    def note_free_space(self) -> None:
+        """Look how much room the store last written to has; cheap, and never raises."""
+        run = self._last_run
+        try:
+            self._telemetry.set("store_free_bytes", run.store.free_bytes() if run else None)
+        except (SwatheError, OSError):
+            self._telemetry.set("store_free_bytes", None)
 
     def prepare(self, job: RangeJob) -> object:
         """Open the job's run and read the range's tokens, unless its record is there already.
@@ -130,6 +146,7 @@ class Extraction:
         with self._telemetry.stage("read"):
             run = self._open(job)
             if run.sink.committed(job.range_id):
+                self._telemetry.outcome("present")
                 return STORED
             return Prepared(run=run, tokens=run.tokens.read_range(job.range_id))
 
@@ -194,18 +211,35 @@ class Extraction:
     def _computed(
         self, run: OpenRun, states: RangeStates, canary: CanaryRecord | None
     ) -> "Computed":
-        for stage, seconds in states.stats.stage_seconds.items():
-            self._telemetry.add_seconds(stage, seconds)
-        self._telemetry.count("padding_tokens", states.stats.padding_tokens)
+        self._note(states)
         computed = Computed(run=run, states=states, canary=canary)
         # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
-        weakref.finalize(computed, states.release)
+        weakref.finalize(computed, self._let_go, states)
         return computed
+
+    def _note(self, states: RangeStates) -> None:
+        stats = states.stats
+        for stage, seconds in stats.stage_seconds.items():
+            self._telemetry.add_seconds(stage, seconds)
+        self._telemetry.add(
+            {
+                "padding_tokens": stats.padding_tokens,
+                "flops": stats.flops,
+                "recomputed": stats.recomputed,
+                "out_of_memory": stats.out_of_memory,
+            }
+        )
+        self._telemetry.adjust("backlog_bytes", len(states.hidden_states.data))
+
+    def _let_go(self, states: RangeStates) -> None:
+        self._telemetry.adjust("backlog_bytes", -len(states.hidden_states.data))
+        states.release()
 
     def publish(self, computed: object) -> None:
         """Commit the range; when this returns its record is durable, ours or another worker's."""
         computed = _expect(Computed, computed)
         states = computed.states
+        self._last_run = computed.run
         try:
             computed.run.sink.commit(
                 states.samples,
@@ -241,7 +275,8 @@ class Extraction:
         with self._telemetry.stage("canary"):
             taken = take_canary(self._model, states, sample, self._bounds)
         canary = taken.record(run.spec.run_id, worker=self._name, device=self._device_id)
-        self._telemetry.count("canaries")
+        self._telemetry.set("canary_error", _worst(canary))
+        self._telemetry.count(f"canary:{'passed' if canary.passed else 'failed'}")
         if canary.passed:
             return canary
         states.release()
@@ -292,6 +327,7 @@ class Extraction:
         return self._engine
 
     def _load(self, spec: RunSpec) -> Engine:
+        self._measure(getattr(torch, spec.compute_dtype))
         found = checkpoint.resolve_like(spec.model, model_roots=self._settings.model_roots)
         source = f"random:{found.config_path}" if spec.model.random_weights else found.folder
         model = load_model(
@@ -323,6 +359,15 @@ class Extraction:
             buffers=self._settings.jobs_in_flight - 1,
             on_progress=self.on_progress,
         )
+
+    def _measure(self, dtype: torch.dtype) -> None:
+        """The device's matrix rate, while its memory is still free: utilizations are shares of it."""
+        if dtype != self._measured:
+            repeats = 20 if self._device.type == "cuda" else 2
+            self._telemetry.set("matmul_flops", matmul_flops(self._device, dtype, repeats=repeats))
+            self._measured = dtype
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _batch_tokens(self, model: HiddenStateModel, form: BatchForm, spec: RunSpec) -> int:
         """A range is one batch, unless the operator or the device's memory says less."""
@@ -371,22 +416,14 @@ def _keep_canary(run: OpenRun, canary: CanaryRecord) -> None:
         run.store.write(key, [data])
 
 
+def _worst(canary: CanaryRecord) -> float:
+    """The largest error over its bound; NaN is beyond every bound."""
+    found = [error / canary.bounds[layer] for layer, error in canary.errors.items()]
+    return max((ratio if math.isfinite(ratio) else math.inf for ratio in found), default=0.0)
+
+
 def _expect(kind: type[_Step], value: object) -> _Step:
     if not isinstance(value, kind):
         msg = f"{type(value).__name__} came where {kind.__name__} was due; this is a bug"
         raise TypeError(msg)
     return value
-
-
-def software_versions(device: torch.device) -> dict[str, str]:
-    """Versions that may change a result's last bits; they stand in every record."""
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    try:
-        versions["swathe"] = version("swathe")
-    except PackageNotFoundError:
-        versions["swathe"] = "source tree"
-    versions["python"] = platform.python_version()
-    if device.type == "cuda":
-        versions["cuda"] = str(torch.version.cuda)
-        versions["device"] = torch.cuda.get_device_name(device)
-    return versions

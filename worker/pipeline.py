@@ -19,6 +19,7 @@ from swathe.errors import (
     ConfigError,
     FormatError,
     ModelError,
+    NoSpaceError,
     PoisonRangeError,
     QueueError,
     RefusedJobError,
@@ -66,12 +67,14 @@ class Pipeline:
         *,
         on_fatal: Callable[[BaseException], None],
         on_mismatch: Callable[[Flight, BaseException], None],
+        on_outcome: Callable[[str, str], None] = lambda _outcome, _error: None,
     ) -> None:
         self._work = work
         self._flights = flights
         self._options = options
         self._on_fatal = on_fatal
         self._on_mismatch = on_mismatch
+        self._on_outcome = on_outcome
         self._log: Any = log.get("worker")
         self._to_read: queue.SimpleQueue[Flight] = queue.SimpleQueue()
         self._to_compute: queue.SimpleQueue[Flight] = queue.SimpleQueue()
@@ -80,6 +83,8 @@ class Pipeline:
         self._failed_in_a_row: set[str] = set()
         self._backoff_s = 0.0
         self._backoff_until_s = 0.0
+        self.out_of_space = False
+        """Whether the last pause was for a full store."""
         self.progress_s = time.monotonic()
         self._halted = self._blamed = False
         self.apart = False
@@ -213,6 +218,7 @@ class Pipeline:
         if not held:
             self._flights.remove(flight)
             self._log.warning("lease lost before compute, range dropped", job=flight.lease.job_id)
+            self._on_outcome("lost", "")
         return held
 
     def _finish(self, flight: Flight) -> bool:
@@ -226,6 +232,7 @@ class Pipeline:
             self._to_store.put(flight)
             return True
         self._log.warning("lease lost during compute, result dropped", job=flight.lease.job_id)
+        self._on_outcome("lost", "")
         return False
 
     def _store(self, flight: Flight) -> None:
@@ -257,6 +264,7 @@ class Pipeline:
     def _set_aside(self, flight: Flight, reason: str) -> None:
         history = flight.history
         self._work.set_aside(flight.job, reason, history)
+        self._on_outcome("set_aside", reason)
         self._log.error(
             "range set aside; the run goes on without it, `swathe retry` brings it back",
             job=flight.lease.job_id, reason=reason, last=history[-1] if history else "",
@@ -279,11 +287,13 @@ class Pipeline:
             self._back_off(flight, error)
         elif kind == "mismatch":
             self._on_mismatch(flight, error)
+            self._on_outcome("handed_back", _brief(error))
             self.hand_back(flight, "mismatch")
         elif kind == "refused":
             self._refuse(flight, str(error))
         elif kind == "worker":
             death = f"worker {flight.book.worker}: {_brief(error)}" if blamed else ""
+            self._on_outcome("handed_back", _brief(error))
             self.hand_back(flight, "worker", death=death)
         elif flight.care:
             self._give_up(flight, error)
@@ -318,6 +328,7 @@ class Pipeline:
 
     def _refuse(self, flight: Flight, reason: str) -> None:
         self._log.error("job refused and set aside", job=flight.lease.job_id, reason=reason)
+        self._on_outcome("refused", reason)
 
         def settle() -> None:
             flight.book.refuse(flight.lease, reason)
@@ -334,12 +345,15 @@ class Pipeline:
             "store or network does not work; range handed back, no budget spent",
             job=flight.lease.job_id, error=str(error), pause_s=self._backoff_s,
         )  # fmt: skip
+        self.out_of_space = isinstance(error, NoSpaceError)
+        self._on_outcome("store_error", _brief(error))
         self.hand_back(flight, "infrastructure")
 
     def _fail(self, flight: Flight, error: BaseException) -> None:
         line = f"worker {flight.book.worker}: {_brief(error)}"
         trace = "".join(traceback.format_exception(error))
         self._log.error("range failed", job=flight.lease.job_id, error=line, traceback=trace)
+        self._on_outcome("failed", _brief(error))
         self._failed_in_a_row.add(flight.lease.job_id)
         suspicious = len(self._failed_in_a_row) >= self._options.max_failures_in_a_row
 

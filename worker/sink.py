@@ -4,6 +4,7 @@ The record is the commit point. The shard is written under the name of this atte
 created exclusively; whoever comes second deletes their own shard, so that a range never has two.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -97,14 +98,24 @@ class Sink:
             won = self._store.create(names.record(range_id), to_json(record))
         if not won:
             logger.info("another worker committed the range first", range_id=range_id)
+            self._telemetry.outcome("duplicate")
             if shard is not None:
                 self._store.delete(shard)
             return False
-        self._telemetry.count("samples", record.samples)
-        self._telemetry.count("tokens", record.tokens)
-        self._telemetry.count("written_bytes", size_bytes)
-        self._telemetry.count("ranges")
+        self._count(record)
         return True
+
+    def _count(self, record: RangeRecord) -> None:
+        self._telemetry.add(
+            {
+                "samples": record.samples,
+                "tokens": record.tokens,
+                "written_bytes": record.size_bytes,
+                "quarantined": len(record.quarantined),
+            }
+        )
+        self._telemetry.set("last_range_s", time.time())
+        self._telemetry.outcome("stored")
 
     def _encode(self, tokens: TokenRange, states: codec.TensorView) -> list[codec.Buffer]:
         spec = self._spec

@@ -53,12 +53,16 @@ class HostRing:
         self.pinned = pinned
         self._free = [HostBuffer(self) for _ in range(count)]
         self._changed = threading.Condition()
+        self.waiting = False
+        """Whether a range waits for a buffer now: the store is slower than the device."""
 
     def take(self, size_bytes: int) -> tuple[HostBuffer, float]:
         """A buffer of at least ``size_bytes``, and the seconds it was waited for."""
         started = time.monotonic()
         with self._changed:
+            self.waiting = not self._free
             self._changed.wait_for(lambda: self._free)
+            self.waiting = False
             buffer = self._free.pop()
             buffer.taken = True
         wait_s = time.monotonic() - started
