@@ -12,48 +12,26 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from swathe import log
 from swathe.errors import (
-    ConfigError,
-    FormatError,
-    ModelError,
     NoSpaceError,
     PoisonRangeError,
     QueueError,
-    RefusedJobError,
-    RunMismatchError,
-    SwatheError,
     WorkerError,
 )
 from swathe.queue import Back, Lease, Leases
 from worker.budget import judge, why
 from worker.contract import STORED, RangeWork, WorkerOptions
+from worker.fault import classify
 from worker.flights import UNSTARTED, Flight, Flights
 from worker.outbox import Outbox
-
-Kind = Literal["infrastructure", "mismatch", "refused", "worker", "range"]
 
 _NEXT_RANGE_S = 0.1
 """How long a range on the device waits for company before it is finished alone."""
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
-
-
-def classify(error: BaseException) -> Kind:
-    """Whose fault an error is."""
-    if isinstance(error, RefusedJobError):
-        return "refused"
-    if isinstance(error, RunMismatchError | ModelError | ConfigError | FormatError):
-        # These depend on this node (its model, its software, its mounts): elsewhere the range may be fine, and a
-        # single ill-equipped node must not spend the budget of every range of the run.
-        return "mismatch"
-    if isinstance(error, WorkerError) or not isinstance(error, Exception):
-        return "worker"
-    if (isinstance(error, SwatheError) and error.retryable) or isinstance(error, OSError):
-        return "infrastructure"
-    return "range"
 
 
 class Pipeline:

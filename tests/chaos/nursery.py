@@ -24,10 +24,11 @@ from swathe import log
 from swathe.errors import NoSpaceError
 from swathe.settings import read_settings
 from swathe.store.local import LocalStore
-from worker import cli, extraction
+from worker import cli
 from worker.extraction import Extraction
 from worker.model import HiddenStateModel
-from worker.serve import serve
+from worker.serve import Place, serve
+from worker.software import software_versions
 from worker.supervisor import die_with_parent
 
 RAISES, KILLS, KILLS_IN_COMPANY = 90, 91, 92
@@ -94,7 +95,8 @@ def work(name: str, log_path: str) -> None:
         os.dup2(target, stream)
     log.setup(form="json")
     settings = read_settings()
-    code = serve(settings, settings.redis_url, uuid="cpu", name=name, exit_when_idle_s=None)
+    place = Place(uuid="cpu", name=name)
+    code = serve(settings, settings.redis_url, place, exit_when_idle_s=None)
     cli._end_process(code)
 
 
@@ -104,7 +106,7 @@ def main() -> None:
     if sys.argv[1:2] == ["apart"]:
         log.setup(form="json")
         cli.app()
-    extraction.software_versions(torch.device("cpu"))
+    software_versions(torch.device("cpu"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody has to wait for the dead
     for line in sys.stdin:
         name, log_path = line.split()
