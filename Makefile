@@ -10,7 +10,7 @@ DEMO_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/swathe/demo
 DEMO_LIMIT ?= 150
 DEMO_RUN ?= runs/demo
 
-.PHONY: install demo test lint type format mutants clean
+.PHONY: install demo test chaos lint type format mutants clean
 
 install: $(VENV)/.installed
 
@@ -31,6 +31,10 @@ demo: install
 test: install
 	scripts/install-test-services
 	$(BIN)/python -m pytest
+
+# About two hours of mostly waiting: every fault, ten seeds, real leases.
+chaos: install
+	$(BIN)/python tests/chaos/run.py --seeds 10 --jobs 4 --out bench/results/chaos.json
 
 mutants: install
 	$(BIN)/python scripts/mutants.py
