@@ -76,9 +76,12 @@ def supervise(
 @app.command("serve", hidden=True)
 def serve_command(uuid: str, name: str, exit_when_idle: ExitWhenIdle = None) -> None:
     """Work on the one device that this process can see."""
-    from worker.serve import serve
+    from worker.kernel_cache import keep_kernels
 
     settings = read_settings()
+    keep_kernels(settings.kernel_cache)
+    from worker.serve import serve
+
     raise typer.Exit(
         serve(settings, _redis_url(settings), uuid=uuid, name=name, exit_when_idle_s=exit_when_idle)
     )

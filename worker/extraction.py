@@ -28,7 +28,7 @@ from worker.contract import STORED
 from worker.engine import Engine, StartedRange
 from worker.model import HiddenStateModel, load_model
 from worker.ranges import RangeStates
-from worker.rates import tokens_that_fit
+from worker.rates import tokens_that_fit, warm_up
 from worker.sink import Author, Sink
 from worker.telemetry import Telemetry
 
@@ -261,6 +261,7 @@ class Extraction:
             peak_host_bytes=model.peak_host_bytes,
             kernels=model.kernels,
         )
+        warm_up(model, spec.batching.form, tokens=spec.batching.range_tokens)
         test = selftest.prove(
             model,
             spec.batching.form,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from swathe.shards import RemoteShards
 from torch.utils.data import DataLoader
 
 from producer.verify import verify, withdraw
@@ -15,7 +16,6 @@ from swathe import HiddenStates, names
 from swathe.errors import IncompleteRunError, IntegrityError, StoreError
 from swathe.manifest import seal
 from swathe.records import RunWatcher, read_run
-from swathe.shards import RemoteShards
 from swathe.spec import RangeId
 from swathe.store import Store, open_store
 from tests.support.fault_proxy import Fault, FaultProxy
