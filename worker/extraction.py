@@ -30,7 +30,7 @@ from worker.isolation import Isolation, Trials
 from worker.model import HiddenStateModel, load_model
 from worker.norm import store_final_norm
 from worker.ranges import RangeStates
-from worker.rates import matmul_flops, tokens_that_fit
+from worker.rates import matmul_flops, tokens_that_fit, warm_up
 from worker.sink import Author, Sink
 from worker.software import software_versions
 from worker.steps import Computed, OpenRun, Prepared, Started
@@ -280,6 +280,7 @@ class Extraction:
             peak_host_bytes=model.peak_host_bytes,
             kernels=model.kernels,
         )
+        warm_up(model, spec.batching.form, tokens=spec.batching.range_tokens)
         test = selftest.prove(
             model,
             spec.batching.form,
