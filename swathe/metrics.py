@@ -42,6 +42,7 @@ REQUEUE_REASONS: Final = (
     "lease",
     "drain",
     "infrastructure",
+    "isolation",
     "mismatch",
     "worker",
     "error",
