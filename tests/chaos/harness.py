@@ -41,6 +41,7 @@ class ChaosFleet:
         self.server.start()
         self.workers: dict[str, Any] = {}
         self.faults: dict[str, str] = {}
+        self.times = dict(TIMES)
         self.killed: list[tuple[int, float]] = []
         self._count = 0
         self._proxies: list[Proxy] = []
@@ -64,7 +65,7 @@ class ChaosFleet:
         name = f"w{self._count}"
         self.workers[name] = spawn(
             url or self.server.url, self.folder, name,
-            work={**TIMES, "faults": self.faults, **work},
+            work={**self.times, "faults": self.faults, **work},
             lease_s=self.lease_s, heartbeat_s=self.lease_s / 5, max_bystander_deaths=1000,
         )  # fmt: skip
         return name
@@ -98,6 +99,11 @@ class ChaosFleet:
                 msg = f"not within {bound_s} s: {len(self.work.records())} of {self.total} stored"
                 raise AssertionError(msg)
             time.sleep(0.05)
+
+    def started(self, name: str) -> bool:
+        """Whether this worker has begun a computation."""
+        pid = self.workers[name].pid
+        return any(owner == pid for starts in self.work.starts().values() for owner, _at in starts)
 
     def stored(self, count: int) -> Callable[[], bool]:
         return lambda: len(self.work.records()) >= count

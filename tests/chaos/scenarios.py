@@ -58,6 +58,7 @@ def stop_and_continue(fleet: ChaosFleet) -> None:
     fleet.wait(fleet.stored(5), 60)
     victim = fleet.workers[fleet.random.choice(list(fleet.workers))]
     os.killpg(victim.pid, signal.SIGSTOP)
+    fleet.killed.append((victim.pid, time.time()))
     pause(fleet, 1.5 * fleet.lease_s, 2 * fleet.lease_s)
     os.killpg(victim.pid, signal.SIGCONT)
 
@@ -89,10 +90,11 @@ def flushall(fleet: ChaosFleet) -> None:
 def network(mode: str) -> Callable[[ChaosFleet], None]:
     def run(fleet: ChaosFleet) -> None:
         fleet.start(2)
-        _name, proxy = fleet.add_behind_proxy()
-        fleet.wait(fleet.stored(5), 60)
+        name, proxy = fleet.add_behind_proxy()
+        fleet.wait(lambda: fleet.stored(5)() and fleet.started(name), 60)
         pause(fleet, 0.0, 0.5)
         proxy.set_mode(mode)
+        fleet.killed.append((fleet.workers[name].pid, time.time()))
         pause(fleet, 1.5 * fleet.lease_s, 2 * fleet.lease_s)
         proxy.set_mode("pass")
 
@@ -166,10 +168,11 @@ def poison_sample(fleet: ChaosFleet) -> None:
     fleet.wait(lambda: len(fleet.work.records()) == fleet.total - 1 and fleet.work.failed(), 60)
 
 
-def mixture(seconds: float) -> Callable[[ChaosFleet], None]:
+def mixture(seconds: float, compute_s: float = 0.08) -> Callable[[ChaosFleet], None]:
     """Faults of all kinds, one after another, on one run."""
 
     def run(fleet: ChaosFleet) -> None:
+        fleet.times["compute_s"] = compute_s
         fleet.start()
         end = time.monotonic() + seconds
         while time.monotonic() < end and len(fleet.work.records()) < fleet.total - 10:
@@ -202,15 +205,15 @@ SCENARIOS = {
     "worker killed, leases run out": Scenario(run=kill_workers),
     "worker killed, supervisor tells": Scenario(run=kill_supervised, leases=1.0),
     "all workers killed at once": Scenario(run=kill_all_workers),
-    "worker stopped past its lease": Scenario(run=stop_and_continue),
+    "worker stopped past its lease": Scenario(run=stop_and_continue, ranges=900),
     "redis killed for 2 s": Scenario(run=redis_outage(2)),
     "redis killed for 20 s": Scenario(run=redis_outage(20), long=True),
     "redis killed for 60 s": Scenario(run=redis_outage(60), long=True),
     "redis killed for 2 s, no persistence": Scenario(run=redis_outage(2), persistent=False),
     "redis killed for 20 s, no persistence": Scenario(run=redis_outage(20), persistent=False, long=True),
     "flushall": Scenario(run=flushall),
-    "network cut": Scenario(run=network("cut")),
-    "network half open": Scenario(run=network("stall")),
+    "network cut": Scenario(run=network("cut"), ranges=900),
+    "network half open": Scenario(run=network("stall"), ranges=900),
     "producer killed while enqueueing": Scenario(run=producer_killed),
     "two producers at once": Scenario(run=two_producers),
     "clocks 60 s off": Scenario(run=clock_off),
@@ -218,4 +221,7 @@ SCENARIOS = {
     "range kills its process": Scenario(run=poison_process),
     "range always raises": Scenario(run=poison_sample),
     "mixture": Scenario(run=mixture(20), ranges=400, extra_s=60),
+    "mixture for 20 minutes": Scenario(
+        run=mixture(1200, compute_s=0.4), ranges=9000, extra_s=1200, long=True
+    ),
 }  # fmt: skip

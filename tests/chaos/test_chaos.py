@@ -4,6 +4,8 @@ import os
 
 import pytest
 from chaos.harness import chaos_fleet
+from chaos.real import real_fleet
+from chaos.real_scenarios import REAL_SCENARIOS
 from chaos.scenarios import SCENARIOS
 
 SEEDS = [int(seed) for seed in os.environ.get("SWATHE_CHAOS_SEEDS", "").split(",") if seed]
@@ -21,3 +23,14 @@ def test_chaos(tmp_path, name, seed):
     ) as fleet:
         scenario.run(fleet)
         fleet.finish(scenario.leases * LEASE_S + scenario.extra_s)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", REAL_SCENARIOS)
+def test_real_chaos(tmp_path, name, seed):
+    scenario = REAL_SCENARIOS[name]
+    with real_fleet(
+        tmp_path, seed, lease_s=LEASE_S, persistent=scenario.persistent, bad=scenario.bad
+    ) as fleet:
+        scenario.run(fleet)
+        fleet.finish(scenario.bound_s)
