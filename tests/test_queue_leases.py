@@ -259,7 +259,9 @@ def test_ranges_of_a_worker_that_is_known_to_be_dead_come_back_at_once(redis: Re
     held = [claim(dead) for _ in range(3)]
     other = claim(alive)
     dead.start(held[0])
+    redis.set(names.worker_key("dead"), "{}")
     assert queue.release_dead_worker(redis, "dead") == tuple(names.job(RUN, i) for i in range(3))
+    assert queue.live_workers(redis) == {}
     assert waiting(redis) == [names.job(RUN, i) for i in range(3)]
     assert (claim(alive).deaths, claim(alive).bystander_deaths) == (1, 1)
     assert queue.release_dead_worker(redis, "dead") == ()

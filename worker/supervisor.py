@@ -82,7 +82,7 @@ class Supervisor:
         options: SupervisorOptions | None = None,
         *,
         environment: Mapping[str, str] | None = None,
-        on_death: Callable[[str], None] = lambda _name: None,
+        on_death: Callable[[str], object] = lambda _name: None,
         inbox: Inbox | None = None,
     ) -> None:
         self._command = command

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from redis import Redis
 
+from swathe import names
 from swathe.queue import lua_leases as lua
 from swathe.queue.connection import redis_errors
 from swathe.queue.keys import QueueKeys
@@ -206,10 +207,15 @@ class Leases:
 
 
 def release_dead_worker(connection: Redis, worker: str) -> tuple[str, ...]:
-    """Return the ranges of a worker whose process has ended, in all queues; the caller must have seen it end."""
+    """Return the ranges of a worker whose process has ended, in all queues, and show it no more.
+
+    The caller must have seen it end.
+    """
     back: tuple[str, ...] = ()
     for queue in queue_names(connection):
         back += Leases(connection, queue, worker, lease_s=1.0).release_worker()
+    with redis_errors(f"farewell of the dead worker {worker}"):
+        connection.delete(names.worker_key(worker))
     return back
 
 
