@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from swathe import log
 from swathe.errors import ConfigError, SwatheError
-from swathe.queue import connect, release_dead_worker
+from swathe.queue import acknowledged_by, connect, release_dead_worker
 from swathe.settings import Settings, read_settings
 
 _STOP_GRACE_S: Final = 15.0
@@ -76,8 +76,9 @@ def supervise(
         die_with_parent=True,
     )
 
-    def bury(name: str) -> None:
+    def bury(name: str) -> bool:
         release_dead_worker(connection, name)
+        return acknowledged_by(connection, name) > 0
 
     supervisor = Supervisor(command, wanted, options, on_death=bury, inbox=inbox)
     node.follow(supervisor.views, lambda: supervisor.ticked_s)

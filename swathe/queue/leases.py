@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from redis import Redis
+from rq.defaults import RQ_KEY_PREFIX
 
 from swathe.queue import lua_leases as lua
 from swathe.queue.connection import redis_errors
@@ -211,6 +212,13 @@ def release_dead_worker(connection: Redis, worker: str) -> tuple[str, ...]:
     for queue in queue_names(connection):
         back += Leases(connection, queue, worker, lease_s=1.0).release_worker()
     return back
+
+
+def acknowledged_by(connection: Redis, worker: str) -> int:
+    """How many ranges a worker has acknowledged, live or dead for less than a minute."""
+    with redis_errors(f"what worker {worker} has done"):
+        found: Any = connection.hget(f"{RQ_KEY_PREFIX}:worker:{worker}", "successful_job_count")
+    return int(found or 0)
 
 
 def new_execution() -> str:
