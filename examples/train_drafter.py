@@ -1,4 +1,4 @@
-"""Train a small EAGLE-3-style drafter on a run's hidden states, on a CPU, in minutes.
+"""Train a small EAGLE-style drafter on a run's hidden states, on a CPU, in minutes.
 
 The drafter sees what it sees in speculative decoding: the target's states at token t (three layers, fused) and the token
 t + 1 that the target has just chosen; it drafts token t + 2. One causal decoder layer is trained; embedding, final norm and head
@@ -32,45 +32,41 @@ from swathe.reader import collate_packed
 
 HELD_OUT = 5
 """Every fifth conversation is not trained on."""
-BATCH_TOKENS = 1024
+BATCH_TOKENS = 512
 VARIANTS = ("aligned", "one layer off", "one position off")
 
 
 class Block(nn.Module):
-    """A pre-norm decoder layer over fused features and embeddings: attention inside each sample, then a gated MLP."""
+    """A pre-norm decoder layer: attention inside each sample, then a gated MLP."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm_attention, self.norm_mlp = nn.RMSNorm(2 * hidden), nn.RMSNorm(hidden)
-        self.qkv = nn.Linear(2 * hidden, 3 * hidden, bias=False)
+        self.norm_attention, self.norm_mlp = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
         self.up = nn.Linear(hidden, 4 * hidden, bias=False)
         self.down = nn.Linear(2 * hidden, hidden, bias=False)
 
-    def forward(
-        self, features_TH: torch.Tensor, embeds_TH: torch.Tensor, mask_TT: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_TH: torch.Tensor, mask_TT: torch.Tensor) -> torch.Tensor:
         """[T, H]; ``mask_TT`` is true where a token may look."""
-        both = self.norm_attention(torch.cat([embeds_TH, features_TH], dim=-1))
-        q, k, v = (x.transpose(0, 1) for x in self._heads(self.qkv(both)))
+        qkv = self.qkv(self.norm_attention(hidden_TH)).view(len(hidden_TH), 3, self.heads, -1)
+        q, k, v = (one.transpose(0, 1) for one in qkv.unbind(1))
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT)
-        hidden_TH: torch.Tensor = features_TH + self.out(mixed.transpose(0, 1).flatten(1))
+        hidden_TH = hidden_TH + self.out(mixed.transpose(0, 1).flatten(1))
         gate, value = self.up(self.norm_mlp(hidden_TH)).chunk(2, dim=-1)
         change_TH: torch.Tensor = self.down(functional.silu(gate) * value)
         return hidden_TH + change_TH
 
-    def _heads(self, qkv: torch.Tensor) -> Iterator[torch.Tensor]:
-        return iter(qkv.view(len(qkv), 3, self.heads, -1).unbind(1))
-
 
 class Drafter(nn.Module):
-    """EAGLE-3: fuse the target's layers, add the next token, one decoder layer, the target's head."""
+    """Fuse the target's layers with the next token's embedding, one decoder layer, the target's head."""
 
     def __init__(self, layers: int, hidden: int, head_VH: torch.Tensor) -> None:
         super().__init__()
-        self.fuse_norm = nn.RMSNorm(hidden)
-        self.fuse = nn.Linear(layers * hidden, hidden, bias=False)
+        # Each layer is normed by itself: their magnitudes differ by orders.
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(layers + 1))
+        self.fuse = nn.Linear((layers + 1) * hidden, hidden, bias=False)
         self.block = Block(hidden, heads=hidden // 64)
         self.norm = nn.RMSNorm(hidden)
         self.head_VH: torch.Tensor
@@ -80,9 +76,10 @@ class Drafter(nn.Module):
         self, states_TKH: torch.Tensor, embeds_TH: torch.Tensor, mask_TT: torch.Tensor
     ) -> torch.Tensor:
         """Logits [T, V] for the token after next."""
-        features_TH = self.fuse(self.fuse_norm(states_TKH).flatten(1))
-        hidden_TH: torch.Tensor = self.norm(self.block(features_TH, embeds_TH, mask_TT))
-        logits_TV: torch.Tensor = hidden_TH @ self.head_VH.T
+        inputs = [*states_TKH.unbind(1), embeds_TH]
+        normed = [norm(one) for norm, one in zip(self.norms, inputs, strict=True)]
+        hidden_TH = self.block(self.fuse(torch.cat(normed, dim=-1)), mask_TT)
+        logits_TV: torch.Tensor = self.norm(hidden_TH) @ self.head_VH.T
         return logits_TV
 
 
@@ -125,7 +122,7 @@ def groups(run: HiddenStates, samples: list[int]) -> list[list[int]]:
 def batches(run: HiddenStates, parts: list[list[int]]) -> Iterator[dict[str, Any]]:
     """Each group's samples end to end; a very long one is cut, because attention costs its square."""
     for part in parts:
-        yield collate_packed([run[index] for index in part], max_tokens=2 * BATCH_TOKENS)
+        yield collate_packed([run[index] for index in part], max_tokens=4 * BATCH_TOKENS)
 
 
 class Example:
@@ -152,8 +149,10 @@ class Example:
         inside = sample[:-1] == sample[1:]
         drafted = torch.cat([batch["loss_mask"][2:], batch["loss_mask"].new_zeros(1)]).bool()
         same = torch.cat([sample[2:] == sample[:-2], inside.new_zeros(1)])
-        self.wanted = inside & same & drafted
-        """Positions whose token t + 2 is of this sample and the assistant's."""
+        self.taught = inside & same
+        """Positions whose token t + 2 is of this sample. Few data: the user's turns teach too."""
+        self.wanted = self.taught & drafted
+        """Of these, where the assistant speaks: only there would a drafter draft."""
 
 
 def train(
@@ -171,7 +170,7 @@ def train(
             shuffle = torch.Generator().manual_seed(epoch)
             order = torch.randperm(len(parts), generator=shuffle).tolist()
             for batch in batches(run, [parts[place] for place in order]):
-                loss = loss_of(drafter, Example(batch, run, target, variant), target, vocab)
+                loss = loss_of(drafter, Example(batch, run, target, variant), target)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
@@ -181,13 +180,11 @@ def train(
         yield variant, drafter, losses
 
 
-def loss_of(
-    drafter: Drafter, example: Example, target: Target, vocab: torch.Tensor
-) -> torch.Tensor:
+def loss_of(drafter: Drafter, example: Example, target: Target) -> torch.Tensor:
     """Cross entropy with the target's distribution over the draft vocabulary, as EAGLE-3 has it."""
-    logits = drafter(example.states_TKH, example.embeds_TH, example.mask_TT)[example.wanted]
+    logits = drafter(example.states_TKH, example.embeds_TH, example.mask_TT)[example.taught]
     with torch.no_grad():
-        teacher = target.norm(example.after_next_TH[example.wanted]) @ target.head[vocab].T
+        teacher = target.norm(example.after_next_TH[example.taught]) @ drafter.head_VH.T
     return functional.cross_entropy(logits, teacher.softmax(-1))
 
 
@@ -216,8 +213,9 @@ def bigram_acceptance(
     for part, members in split.items():
         for batch in batches(run, members):
             example = Example(batch, run, target, "aligned")
-            greedy = target.greedy(example.after_next_TH[example.wanted]).tolist()
-            pairs = zip(example.next_ids[example.wanted].tolist(), greedy, strict=True)
+            used = example.taught if part == "train" else example.wanted
+            greedy = target.greedy(example.after_next_TH[used]).tolist()
+            pairs = zip(example.next_ids[used].tolist(), greedy, strict=True)
             for token, chosen in pairs:
                 if part == "train":
                     table[token][chosen] += 1
@@ -230,11 +228,10 @@ def bigram_acceptance(
 
 
 def draft_vocabulary(run: HiddenStates, samples: list[int], size: int) -> torch.Tensor:
-    """The most frequent supervised tokens of the training part, as EAGLE-3 picks them: int64 [V]."""
+    """The most frequent tokens of the training part, as EAGLE-3 picks them: int64 [V]."""
     counts: Counter[int] = Counter()
     for index in samples:
-        tokens = run.tokens(index)
-        counts.update(tokens["input_ids"][tokens["loss_mask"].bool()].tolist())
+        counts.update(run.tokens(index)["input_ids"].tolist())
     return torch.tensor(sorted(token for token, _ in counts.most_common(size)))
 
 
@@ -246,8 +243,8 @@ def main() -> None:
         "--checkpoint", type=Path, help="folder of the target (default: run.json's)"
     )
     parser.add_argument("--layers", type=int, nargs="+", help="of the run (default: all it stores)")
-    parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--vocab", type=int, default=4096, help="size of the draft vocabulary")
     parser.add_argument("--unsealed", action="store_true", help="train on a run that goes on")
     parser.add_argument("--plot", type=Path)

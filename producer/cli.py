@@ -371,6 +371,7 @@ def _print_lines(lines: Any) -> None:
 
 
 app.command()(watching.status)
+app.command()(watching.top)
 app.command("exporter")(watching.exporter_command)
 
 

@@ -2,8 +2,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -13,9 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from swathe import stages
+from producer.crew import Crew, Line, Spark, Worker, crew_table, limit_words
 from swathe.records import RunState
-from swathe.stages import Spent
 
 _PLAIN_EVERY_S: Final = 10.0
 _WINDOW_S: Final = 60.0
@@ -23,14 +21,13 @@ _WINDOW_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything a display needs at one moment. ``spent`` are each live worker's totals, by its name."""
+    """Everything a display needs at one moment; ``workers`` is None where no fleet is known."""
 
     state: RunState
     refusal: str = ""
     """Why every live worker has given the run up, if so."""
-    workers: int | None = None
+    workers: tuple[Worker, ...] | None = None
     queued: int | None = None
-    spent: Mapping[str, Spent] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +74,9 @@ class Display:
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._pace = Pace()
         self._last_plain_s = float("-inf")
-        self._last_spent: Mapping[str, Spent] = {}
+        self._crew = Crew()
+        self._spark = Spark()
+        self._lines: list[Line] = []
         self._limiting = ""
 
     def __enter__(self) -> Self:
@@ -98,20 +97,14 @@ class Display:
         """Show one snapshot."""
         now_s = time.monotonic()
         rates = self._pace.add(snapshot.state, now_s)
-        self._note(snapshot.spent)
+        self._spark.add(snapshot.state.stored_samples, now_s)
+        self._lines = self._crew.look(snapshot.workers or (), now_s)
+        self._limiting = limit_words(self._lines) or self._limiting
         if self._console.is_terminal:
             self._live.update(self._table(snapshot, rates), refresh=True)
         elif now_s - self._last_plain_s >= _PLAIN_EVERY_S or snapshot.state.complete:
             self._last_plain_s = now_s
             print(self._line(snapshot, rates), file=sys.stderr, flush=True)  # noqa: T201
-
-    def _note(self, spent: Mapping[str, Spent]) -> None:
-        grown = Spent.of(
-            now.since(self._last_spent.get(worker, Spent())) for worker, now in spent.items()
-        )
-        self._last_spent = spent
-        limit = stages.limiting(grown)
-        self._limiting = stages.WORDS[limit] if limit else self._limiting
 
     def _line(self, snapshot: Snapshot, rates: Rates) -> str:
         state = snapshot.state
@@ -148,15 +141,20 @@ class Display:
         if rates.samples_s is not None and rates.tokens_s is not None and rates.bytes_s is not None:
             speed = f"{rates.samples_s:.1f} samples/s · {rates.tokens_s:,.0f} tokens/s"
             table.add_row("speed", f"{speed} · {size_text(rates.bytes_s)}/s")
+            table.add_row("", str(self._spark))
         if rates.eta_s is not None:
             table.add_row("left", duration_text(rates.eta_s))
         if snapshot.workers is not None:
-            table.add_row("workers", f"{snapshot.workers} · {snapshot.queued or 0} ranges queued")
+            queued = f"{snapshot.queued or 0} ranges queued"
+            table.add_row("workers", f"{len(snapshot.workers)} · {queued}")
         if self._limiting:
             table.add_row("limited by", self._limiting)
+        parts: list[RenderableType] = [table]
         if state.failed:
-            return Group(table, Text(f"{len(state.failed)} ranges set aside", style="red"))
-        return table
+            parts.append(Text(f"{len(state.failed)} ranges set aside", style="red"))
+        if self._lines:
+            parts += [Text(), crew_table(self._lines)]
+        return Group(*parts)
 
 
 def size_text(size_bytes: float) -> str:

@@ -1,11 +1,11 @@
 """What the producer does with the queue: fill it from the store's truth, look at it, steer a run."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from redis import Redis
 
+from producer.crew import Worker
 from producer.display import Snapshot
 from producer.status import QueueView
 from swathe import names, queue
@@ -13,7 +13,6 @@ from swathe.errors import ConfigError
 from swathe.records import RunState, read_failed
 from swathe.settings import Settings
 from swathe.spec import RangeId, RunSpec
-from swathe.stages import Spent
 from swathe.store import Store
 from swathe.submission import submit
 
@@ -70,15 +69,9 @@ class Fleet:
         return Snapshot(
             state=state,
             refusal=refusals[0] if refusals and all(refusals) else "",
-            workers=len(workers),
+            workers=tuple(Worker.of(name, said) for name, said in workers.items()),
             queued=counts.queued,
-            spent={name: spent_by(said) for name, said in workers.items()},
         )
-
-
-def spent_by(said: Mapping[str, Any]) -> Spent:
-    """Where a worker's time went, from what it says about itself."""
-    return Spent(states=said.get("state_seconds") or {}, stages=said.get("stage_seconds") or {})
 
 
 def connect(settings: Settings, *, retries: int = 20) -> Redis:

@@ -1,20 +1,23 @@
-"""Commands that look and change nothing: ``status`` for a person, ``exporter`` for Prometheus."""
+"""Commands that look and change nothing: ``status`` and ``top`` for a person, ``exporter`` for Prometheus."""
 
+import contextlib
 import json
 import threading
 import time
 from typing import Annotated, Final
 
 import typer
+from rich.console import Console
 
 from producer import fleet
 from producer.display import Display, Snapshot
 from producer.exporter import Exporter
 from producer.runs import Runs
 from producer.status import as_json, as_lines
+from producer.top import watch_fleet
 from swathe import log, queue
-from swathe.errors import ConfigError
-from swathe.records import RunWatcher, read_run
+from swathe.errors import ConfigError, QueueError
+from swathe.records import RunState, RunWatcher, read_run
 from swathe.settings import read_settings
 from swathe.store import open_store
 from swathe.web import Address, WebServer
@@ -43,7 +46,7 @@ def status(
     if watch:
         with Display() as display:
             while not state.complete:
-                display.show(one.snapshot(state) if one else Snapshot(state=state))
+                display.show(_snapshot(one, state))
                 time.sleep(_WATCH_EVERY_S)
                 state = watcher.read()
     view = one.view(state) if one else None
@@ -55,6 +58,24 @@ def status(
             print(line)
         for failure in fleet.failures(store, state):
             print(f"  aside    range {failure['range']}: {failure['reason']}")
+
+
+def _snapshot(one: fleet.Fleet | None, state: RunState) -> Snapshot:
+    """The run in its fleet; while Redis is away, from the store alone."""
+    try:
+        return one.snapshot(state) if one else Snapshot(state=state)
+    except QueueError as error:
+        logger.warning("Redis cannot be read; shown from the store alone", error=str(error))
+        return Snapshot(state=state)
+
+
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print the fleet once and end.")] = False,
+) -> None:
+    """Show every worker of the fleet: utilization, speed, and what it waits for."""
+    connection = fleet.connect(read_settings(), retries=1)
+    with contextlib.suppress(KeyboardInterrupt):
+        watch_fleet(connection, Console(), once=once)
 
 
 def exporter_command() -> None:

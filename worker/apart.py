@@ -16,7 +16,7 @@ from swathe.settings import Settings
 from swathe.spec import Quarantined, from_json
 from worker.contract import STORED
 from worker.extraction import Extraction
-from worker.fault import classify
+from worker.faults import classify
 from worker.isolation import Trial
 from worker.ranges import RangeSamples
 from worker.serve import device_of

@@ -97,9 +97,12 @@ def serve_command(
     metrics: Annotated[str | None, typer.Option(help="Where this node's metrics are.")] = None,
 ) -> None:
     """Work on the one device that this process can see."""
-    from worker.serve import Place, serve
+    from worker.kernel_cache import keep_kernels
 
     settings = read_settings()
+    keep_kernels(settings.kernel_cache)
+    from worker.serve import Place, serve
+
     place = Place(uuid=uuid, name=name, report_fd=report_fd, metrics=metrics)
     _end_process(serve(settings, _redis_url(settings), place, exit_when_idle_s=exit_when_idle))
 

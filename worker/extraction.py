@@ -5,7 +5,6 @@ needs it, on the compute thread, and exchanged only when a range of another mode
 """
 
 import gc
-import math
 import sys
 import threading
 import weakref
@@ -16,13 +15,13 @@ import torch
 
 from swathe import checkpoint, log, names
 from swathe.clock import utc_now
-from swathe.errors import ConfigError, RunMismatchError, SwatheError, WorkerError
+from swathe.errors import ConfigError, RunMismatchError, WorkerError
 from swathe.records import read_record, read_run
 from swathe.settings import Settings
 from swathe.spec import BatchForm, CanaryRecord, FailedMarker, Layer, RangeJob, RunSpec, to_json
 from swathe.store import open_store
 from swathe.tokens import TokenReader
-from worker import selftest
+from worker import accounts, selftest
 from worker.canary import canary_bounds, one_in, take_canary
 from worker.contract import STORED
 from worker.device_errors import device_errors
@@ -31,7 +30,7 @@ from worker.isolation import Isolation, Trials
 from worker.model import HiddenStateModel, load_model
 from worker.norm import store_final_norm
 from worker.ranges import RangeStates
-from worker.rates import matmul_flops, tokens_that_fit
+from worker.rates import matmul_flops, tokens_that_fit, warm_up
 from worker.sink import Author, Sink
 from worker.software import software_versions
 from worker.steps import Computed, OpenRun, Prepared, Started
@@ -96,11 +95,7 @@ class Extraction:
 
     def note_free_space(self) -> None:
         """Look how much room the store last written to has; cheap, and never raises."""
-        run = self._last_run
-        try:
-            self._telemetry.set("store_free_bytes", run.store.free_bytes() if run else None)
-        except (SwatheError, OSError):
-            self._telemetry.set("store_free_bytes", None)
+        accounts.note_free_space(self._telemetry, self._last_run.store if self._last_run else None)
 
     def prepare(self, job: RangeJob) -> object:
         """Open the job's run and read the range's tokens, unless its record is there already.
@@ -161,10 +156,7 @@ class Extraction:
         )
         Isolation(trials).resolve(job)
         record = read_record(run.store, run.spec, job.range_id)
-        for count, amount in (
-            ("samples", record.samples), ("tokens", record.tokens), ("written_bytes", record.size_bytes), ("ranges", 1),
-        ):  # fmt: skip
-            self._telemetry.count(count, amount)
+        accounts.note_record(self._telemetry, record)
 
     def _unload(self) -> None:
         self._engine = self._model = self._engine_key = None
@@ -173,29 +165,11 @@ class Extraction:
             torch.cuda.empty_cache()
 
     def _computed(self, run: OpenRun, states: RangeStates, canary: CanaryRecord | None) -> Computed:
-        self._note(states)
+        accounts.note_states(self._telemetry, states)
         computed = Computed(run=run, states=states, canary=canary)
         # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
-        weakref.finalize(computed, self._let_go, states)
+        weakref.finalize(computed, accounts.let_go, self._telemetry, states)
         return computed
-
-    def _note(self, states: RangeStates) -> None:
-        stats = states.stats
-        for stage, seconds in stats.stage_seconds.items():
-            self._telemetry.add_seconds(stage, seconds)
-        self._telemetry.add(
-            {
-                "padding_tokens": stats.padding_tokens,
-                "flops": stats.flops,
-                "recomputed": stats.recomputed,
-                "out_of_memory": stats.out_of_memory,
-            }
-        )
-        self._telemetry.adjust("backlog_bytes", len(states.hidden_states.data))
-
-    def _let_go(self, states: RangeStates) -> None:
-        self._telemetry.adjust("backlog_bytes", -len(states.hidden_states.data))
-        states.release()
 
     def publish(self, computed: object) -> None:
         """Commit the range; when this returns its record is durable, ours or another worker's."""
@@ -237,8 +211,7 @@ class Extraction:
         with self._telemetry.stage("canary"):
             taken = take_canary(self._model, states, sample, self._bounds)
         canary = taken.record(run.spec.run_id, worker=self._name, device=self._device_id)
-        self._telemetry.set("canary_error", _worst(canary))
-        self._telemetry.count(f"canary:{'passed' if canary.passed else 'failed'}")
+        accounts.note_canary(self._telemetry, canary)
         if canary.passed:
             return canary
         states.release()
@@ -307,6 +280,7 @@ class Extraction:
             peak_host_bytes=model.peak_host_bytes,
             kernels=model.kernels,
         )
+        warm_up(model, spec.batching.form, tokens=spec.batching.range_tokens)
         test = selftest.prove(
             model,
             spec.batching.form,
@@ -364,12 +338,6 @@ def _keep_canary(run: OpenRun, canary: CanaryRecord) -> None:
     key, data = names.canary(canary.range_id), to_json(canary, indent=1)
     if not run.store.create(key, data) and not canary.passed:
         run.store.write(key, [data])
-
-
-def _worst(canary: CanaryRecord) -> float:
-    """The largest error over its bound; NaN is beyond every bound."""
-    found = [error / canary.bounds[layer] for layer, error in canary.errors.items()]
-    return max((ratio if math.isfinite(ratio) else math.inf for ratio in found), default=0.0)
 
 
 def _expect(kind: type[_Step], value: object) -> _Step:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from worker import packing
+from worker import packing, pointwise
 
 
 @cache
@@ -19,7 +19,7 @@ def available() -> tuple[bool, str]:
     """Whether fla can be imported, with its version or the reason why not."""
     try:
         importlib.import_module("fla.ops.gated_delta_rule")
-        importlib.import_module("fla.modules.conv")
+        importlib.import_module("fla.modules.causal_conv1d")
         version = importlib.import_module("fla").__version__
     # A half-installed Triton raises anything from OSError to AttributeError at import.
     except Exception as error:  # noqa: BLE001 - the reason is returned and logged by the caller
@@ -33,7 +33,7 @@ class FlaKernels:
     def __init__(self, net: Any) -> None:
         self._net = net
         self._rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        self._convolution = importlib.import_module("fla.modules.conv").causal_conv1d
+        self._convolution = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
 
     def convolve(
         self, mixed_BLC: torch.Tensor, weight_CW: torch.Tensor, sizes: Sequence[int]
@@ -92,6 +92,10 @@ class FlaKernels:
         boundaries = packing.current()
         if boundaries is not None:
             boundaries.recurrence_calls += 1
+        if options.pop("use_qk_l2norm_in_kernel"):
+            # fla's own kernel for it is tuned again, for 8 s, whenever the token count leaves its 4k bucket.
+            norm = pointwise.for_device(pointwise.l2_norm, query.device)
+            query, key = norm(query), norm(key)
         out: tuple[torch.Tensor, Any] = self._rule(
             query, key, value, output_final_state=False, **options, **_offsets(boundaries)
         )

@@ -4,7 +4,8 @@ The matrix products of a 27B hybrid are four fifths of its time; the rest is nor
 layout copies, and that rest is what is cut here:
 
 * norms, gated norms and SwiGLU run as one kernel each (``worker.pointwise``);
-* rotary embeddings run as one kernel;
+* rotary embeddings run as one kernel, on heads as they lie in memory;
+* gated attention reads its gate where the projection left it (``worker.gated_attention``);
 * GatedDeltaNet works in ``[B, L, C]`` throughout, so that nothing is transposed or split by copying;
 * residual sums ride on the output projections: ``hidden += x @ W`` in place, which the matrix product does for free.
   The block's output then lies where its input lay; captures copy an output before the next block runs.
@@ -24,7 +25,7 @@ from torch import nn
 from torch.nn import functional
 
 from swathe.errors import ModelError
-from worker import pointwise
+from worker import gated_attention, pointwise
 from worker.norm import norm_eps, norm_kind, probe_values
 
 Forward = Callable[..., Any]
@@ -65,10 +66,11 @@ class Fusions:
     @property
     def names(self) -> dict[str, str]:
         """What is bound, in the words of a record."""
-        how = "torch.compile" if self.device.type == "cuda" else "torch"
-        return {
-            kind: "in place" if kind == "residual" else f"fused by {how}" for kind in self.counts
-        }
+        names = dict.fromkeys(self.counts, "fused by torch")
+        if self.device.type == "cuda":
+            own = {"swiglu", "rotary", "gated_attention"} if pointwise.has_own_kernels() else set()
+            names = {kind: "triton" if kind in own else "torch.compile" for kind in self.counts}
+        return names | {kind: "in place" for kind in self.counts if kind == "residual"}
 
 
 def fuse(
@@ -85,6 +87,7 @@ def fuse(
             _fuse_gated_norm(module, fusions)
             _fuse_mlp(module, fusions)
             _fuse_rotary(module, fusions, rebind)
+            _fuse_gated_attention(module, fusions)
         _fuse_residual(block, fusions)
     return fusions
 
@@ -143,10 +146,60 @@ def _fuse_mlp(module: Any, fusions: Fusions) -> None:
 
 def _fuse_rotary(module: nn.Module, fusions: Fusions, rebind: Callable[..., Forward]) -> None:
     forward: Any = inspect.unwrap(type(module).forward)
-    if _ROTARY not in forward.__code__.co_names:
-        return
-    rotate = pointwise.for_device(inspect.unwrap(forward.__globals__[_ROTARY]), fusions.device)
-    fusions.bind("rotary", module, rebind(module, {_ROTARY: rotate}))
+    if _ROTARY in forward.__code__.co_names and not gated_attention.fits(module):
+        rotate = _rotation(forward, fusions.device)
+        fusions.bind("rotary", module, rebind(module, {_ROTARY: rotate}))
+
+
+def _fuse_gated_attention(module: nn.Module, fusions: Fusions) -> None:
+    forward: Any = inspect.unwrap(type(module).forward)
+    if _ROTARY in forward.__code__.co_names and gated_attention.fits(module):
+        rotate = _rotation(forward, fusions.device)
+        gate = pointwise.for_device(pointwise.sigmoid_gate, fusions.device)
+        fused = gated_attention.fused_forward(module, rotate, gate)
+        fusions.bind("rotary", module, fused)
+        fusions.counts["gated_attention"] = fusions.counts.get("gated_attention", 0) + 1
+
+
+def _rotation(forward: Any, device: torch.device) -> Callable[..., Any]:
+    """The module's rotary function, in place where it is the usual one, else as one kernel.
+
+    Heads come as ``[B, N, L, D]``, a transposed view; a kernel over that shape writes it out transposed, six times
+    slower, and packed attention copies it back. So the view is undone first. In place only the rotated part of each
+    head is touched, a quarter of it in qwen3_5; queries and keys are fresh from a projection or norm, nobody else's.
+    """
+    stock = inspect.unwrap(forward.__globals__[_ROTARY])
+    if not _turns_halves(stock):
+        return pointwise.for_device(stock, device)
+    rotate = pointwise.for_device(pointwise.rotate_in_place, device)
+
+    def in_place(
+        query_BNLD: torch.Tensor, key_BNLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for heads_BNLD in (query_BNLD, key_BNLD):
+            rotate(heads_BNLD.transpose(1, 2), cos, sin)
+        return query_BNLD, key_BNLD
+
+    return in_place
+
+
+def _turns_halves(rotary: Callable[..., Any]) -> bool:
+    """Whether a rotary function is ``pointwise.rotate_in_place``, found by trying it on a part and on all of a head."""
+    query, key = probe_values(2, 3, 5, 16), probe_values(2, 1, 5, 16) * 2
+    for size in (8, 16):
+        cos, sin = probe_values(2, 5, size), probe_values(2, 5, size) - 1
+        try:
+            wanted = rotary(query, key, cos, sin)
+        except (RuntimeError, TypeError):  # of other shapes or parameters
+            if size == 8:
+                continue  # one that always turns whole heads
+            return False
+        for heads, turned in zip((query, key), wanted, strict=True):
+            found = heads.clone()
+            pointwise.rotate_in_place(found.transpose(1, 2), cos, sin)
+            if found.shape != turned.shape or not torch.allclose(found, turned, atol=1e-5):
+                return False
+    return True
 
 
 def _fuse_residual(block: Any, fusions: Fusions) -> None:

@@ -21,6 +21,7 @@ from worker import delta_net, fla_kernels, packing
 from worker.fla_kernels import FlaKernels
 from worker.fusions import Binding
 from worker.fusions import fuse as fuse_blocks
+from worker.norm import final_norm_module
 
 Kernels = Literal["auto", "reference"]
 Mode = Literal["packed", "padded", "stock"]
@@ -58,6 +59,8 @@ class KernelSet:
         if fuse:
             fusions = fuse_blocks(blocks, device, rebind=rebound_forward)
             self._fast.extend(fusions.bindings)
+            # What follows the last block is never read.
+            self._fast.append((final_norm_module(module), _unchanged))
             self.names |= fusions.names
 
     @contextmanager
@@ -117,6 +120,10 @@ class KernelSet:
                 self._fast.append((net, rebound_forward(net, fla_functions)))
             else:
                 self._fast.append((net, rebound_forward(net, torch_functions)))
+
+
+def _unchanged(hidden_BLH: torch.Tensor) -> torch.Tensor:
+    return hidden_BLH
 
 
 def _is_delta_net(module: nn.Module) -> bool:

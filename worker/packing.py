@@ -232,11 +232,9 @@ def _varlen(
         options["window_size"] = (-1 if kind.window is None else kind.window - 1, 0)
     else:
         options["is_causal"] = True
+    # Before torch had a word for it, the kernel took fewer key than query heads all the same.
     if "enable_gqa" in known:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    else:
-        heads = query.shape[1]
-        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
     if kind.sinks_N is not None:
         options["return_aux"] = varlen.AuxRequest(lse=True)
     cu, longest = boundaries.cu_seqlens, boundaries.longest

@@ -24,7 +24,7 @@ from swathe.errors import (
 from swathe.queue import Back, Lease, Leases
 from worker.budget import judge, why
 from worker.contract import STORED, RangeWork, WorkerOptions
-from worker.fault import classify
+from worker.faults import brief, classify
 from worker.flights import UNSTARTED, Flight, Flights
 from worker.outbox import Outbox
 
@@ -265,13 +265,13 @@ class Pipeline:
             self._back_off(flight, error)
         elif kind == "mismatch":
             self._on_mismatch(flight, error)
-            self._on_outcome("handed_back", _brief(error))
+            self._on_outcome("handed_back", brief(error))
             self.hand_back(flight, "mismatch")
         elif kind == "refused":
             self._refuse(flight, str(error))
         elif kind == "worker":
-            death = f"worker {flight.book.worker}: {_brief(error)}" if blamed else ""
-            self._on_outcome("handed_back", _brief(error))
+            death = f"worker {flight.book.worker}: {brief(error)}" if blamed else ""
+            self._on_outcome("handed_back", brief(error))
             self.hand_back(flight, "worker", death=death)
         elif flight.care:
             self._give_up(flight, error)
@@ -324,14 +324,14 @@ class Pipeline:
             job=flight.lease.job_id, error=str(error), pause_s=self._backoff_s,
         )  # fmt: skip
         self.out_of_space = isinstance(error, NoSpaceError)
-        self._on_outcome("store_error", _brief(error))
+        self._on_outcome("store_error", brief(error))
         self.hand_back(flight, "infrastructure")
 
     def _fail(self, flight: Flight, error: BaseException) -> None:
-        line = f"worker {flight.book.worker}: {_brief(error)}"
+        line = f"worker {flight.book.worker}: {brief(error)}"
         trace = "".join(traceback.format_exception(error))
         self._log.error("range failed", job=flight.lease.job_id, error=line, traceback=trace)
-        self._on_outcome("failed", _brief(error))
+        self._on_outcome("failed", brief(error))
         self._failed_in_a_row.add(flight.lease.job_id)
         suspicious = len(self._failed_in_a_row) >= self._options.max_failures_in_a_row
 
@@ -355,16 +355,16 @@ class Pipeline:
             self._halt(
                 WorkerError(
                     f"{len(self._failed_in_a_row)} ranges failed one after another on this worker and none"
-                    f" succeeded, the last with: {_brief(error)}; it stops so as not to spend every range's budget"
+                    f" succeeded, the last with: {brief(error)}; it stops so as not to spend every range's budget"
                 )
             )
 
     def _give_up(self, flight: Flight, error: BaseException) -> None:
         """Care did not help either: a durable marker, with all that was seen."""
-        seen = error.history if isinstance(error, PoisonRangeError) else (_brief(error),)
+        seen = error.history if isinstance(error, PoisonRangeError) else (brief(error),)
         flight.history += tuple(f"worker {flight.book.worker}: {line}" for line in seen)
         before = why(flight.care, flight.lease, flight.failures)
-        reason = f"{before}, and could not be resolved sample by sample: {_brief(error)}"
+        reason = f"{before}, and could not be resolved sample by sample: {brief(error)}"
         self._later(lambda: self._set_aside(flight, reason), flight)
 
     def _later(self, action: Callable[[], None], flight: Flight) -> None:
@@ -381,7 +381,3 @@ class Pipeline:
 
 def _hand_back(book: Leases, leases: Sequence[Lease], reason: Back) -> None:
     book.hand_back(leases, reason)
-
-
-def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from swathe import log
 from swathe.spec import BatchForm
 from worker.batch import cut_batches
 from worker.model import HiddenStateModel
@@ -19,6 +20,7 @@ from worker.transfer import timing_event
 
 _SIZE_CUDA: Final = 8192
 _SIZE_CPU: Final = 1024
+_WARM_TOKENS: Final = 32_768
 _SAFE_SHARE: Final = 0.85
 """Of the free memory; the rest is for fragmentation and for samples that differ from those measured."""
 
@@ -58,9 +60,25 @@ def tokens_that_fit(model: HiddenStateModel, form: BatchForm, *, wanted: int) ->
     return max(1, min(wanted, fit))
 
 
+def warm_up(model: HiddenStateModel, form: BatchForm, *, tokens: int) -> None:
+    """Run one large batch, so that kernels are compiled, and tuned on the size that they will work on.
+
+    Tuning happens at the first call and is not repeated for other sizes; the self-test's is far too small. What fails
+    here is left to the self-test, which tells why and falls back.
+    """
+    if model.device.type != "cuda":
+        return
+    started = time.monotonic()
+    try:
+        _peak_bytes(model, form if model.can_pack else "padded", min(tokens, _WARM_TOKENS))
+    except Exception as error:  # noqa: BLE001 - see above
+        log.get("rates").warning("the first batch failed", error=f"{type(error).__name__}: {error}")
+    log.get("rates").info("kernels ready", seconds=round(time.monotonic() - started, 1))
+
+
 def _peak_bytes(model: HiddenStateModel, form: BatchForm, tokens: int) -> int:
     length = min(512, model.max_positions or 512)
-    lengths = [length] * (tokens // length)
+    lengths = [length] * max(1, tokens // length)
     (batch,) = cut_batches(lengths, form=form, max_batch_tokens=tokens)
     ids = [np.zeros(length, np.int32)] * len(lengths)
     before = torch.cuda.memory_allocated(model.device)

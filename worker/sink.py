@@ -4,7 +4,6 @@ The record is the commit point. The shard is written under the name of this atte
 created exclusively; whoever comes second deletes their own shard, so that a range never has two.
 """
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from swathe.errors import IntegrityError, ObjectMissingError, SwatheError
 from swathe.records import read_record
 from swathe.spec import Quarantined, RangeId, RangeRecord, RunSpec, to_json
 from swathe.store import Store
+from worker.accounts import note_record
 from worker.ranges import TokenRange
 from worker.telemetry import Telemetry
 
@@ -102,20 +102,8 @@ class Sink:
             if shard is not None:
                 self._store.delete(shard)
             return False
-        self._count(record)
+        note_record(self._telemetry, record)
         return True
-
-    def _count(self, record: RangeRecord) -> None:
-        self._telemetry.add(
-            {
-                "samples": record.samples,
-                "tokens": record.tokens,
-                "written_bytes": record.size_bytes,
-                "quarantined": len(record.quarantined),
-            }
-        )
-        self._telemetry.set("last_range_s", time.time())
-        self._telemetry.outcome("stored")
 
     def _encode(self, tokens: TokenRange, states: codec.TensorView) -> list[codec.Buffer]:
         spec = self._spec

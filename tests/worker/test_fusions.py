@@ -1,11 +1,14 @@
 """Fused forwards, in their torch form, compute what the stock ones compute; each covers what it should."""
 
+import inspect
+
 import pytest
 import torch
 
 from tests.worker import tiny
 from worker.backbone import load_backbone
 from worker.batch import cut_batches
+from worker.fusions import _turns_halves
 from worker.model import HiddenStateModel
 
 LENGTHS = [37, 5, 64, 1, 29, 70]
@@ -16,10 +19,10 @@ COVERED = {
     "mistral": DENSE,
     "qwen2": DENSE,
     "qwen3": DENSE,
-    "qwen3_5": DENSE | {"gated_norm"},
-    "nested": DENSE | {"gated_norm"},
-    "qwen3_5_moe": {"norm", "gated_norm", "swiglu", "rotary"},
-    "qwen3_next": {"norm", "gated_norm", "swiglu", "rotary"},
+    "qwen3_5": DENSE | {"gated_norm", "gated_attention"},
+    "nested": DENSE | {"gated_norm", "gated_attention"},
+    "qwen3_5_moe": {"norm", "gated_norm", "gated_attention", "swiglu", "rotary"},
+    "qwen3_next": {"norm", "gated_norm", "gated_attention", "swiglu", "rotary"},
     "qwen3_moe": {"norm", "rotary"},
     "gpt_oss": {"norm", "rotary"},
     "gemma3": {"norm", "rotary"},
@@ -56,8 +59,16 @@ def test_fused_equals_stock(name, form, fused):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_architecture_gets_the_fusions_that_fit_it(name, fused):
-    kinds = {"norm", "gated_norm", "swiglu", "rotary", "residual"}
+    kinds = {"norm", "gated_norm", "gated_attention", "swiglu", "rotary", "residual"}
     assert set(fused(name).kernels) & kinds == COVERED[name]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if "rotary" in COVERED[n] and n != "gpt_oss"])
+def test_the_usual_rotation_runs_in_place(name, fused):
+    """Only gpt_oss, whose cosines are half as long, keeps its own function."""
+    net = next(m for m in fused(name)._module.modules() if type(m).__name__.endswith("Attention"))
+    forward = inspect.unwrap(type(net).forward)
+    assert _turns_halves(inspect.unwrap(forward.__globals__["apply_rotary_pos_emb"]))
 
 
 def test_the_reference_path_is_left_as_it_was(fused, load):

@@ -1,4 +1,4 @@
-"""Whose fault an error is, told by its type: what follows depends on nothing else."""
+"""Whose fault an error is: the range's, this node's, the store's, or the device's."""
 
 from typing import Literal
 
@@ -28,3 +28,8 @@ def classify(error: BaseException) -> Kind:
     if (isinstance(error, SwatheError) and error.retryable) or isinstance(error, OSError):
         return "infrastructure"
     return "range"
+
+
+def brief(error: BaseException) -> str:
+    """One line of it."""
+    return f"{type(error).__name__}: {error}"
