@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Final, NoReturn
 
 import typer
@@ -13,7 +12,7 @@ from pydantic import SecretStr
 
 from swathe import log
 from swathe.errors import ConfigError, SwatheError
-from swathe.queue import connect, release_dead_worker
+from swathe.queue import acknowledged_by, connect, release_dead_worker
 from swathe.settings import Settings, read_settings
 
 _STOP_GRACE_S: Final = 15.0
@@ -75,7 +74,10 @@ def supervise(
         die_with_parent=True,
     )
 
-    bury = partial(release_dead_worker, connection)
+    def bury(name: str) -> bool:
+        release_dead_worker(connection, name)
+        return acknowledged_by(connection, name) > 0
+
     supervisor = Supervisor(command, wanted, options, on_death=bury, inbox=inbox)
     node.follow(supervisor.views, lambda: supervisor.ticked_s)
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from redis import Redis
+from rq.defaults import RQ_KEY_PREFIX
 
 from swathe import names
 from swathe.queue import lua_leases as lua
@@ -217,6 +218,13 @@ def release_dead_worker(connection: Redis, worker: str) -> tuple[str, ...]:
     with redis_errors(f"farewell of the dead worker {worker}"):
         connection.delete(names.worker_key(worker))
     return back
+
+
+def acknowledged_by(connection: Redis, worker: str) -> int:
+    """How many ranges a worker has acknowledged, live or dead for less than a minute."""
+    with redis_errors(f"what worker {worker} has done"):
+        found: Any = connection.hget(f"{RQ_KEY_PREFIX}:worker:{worker}", "successful_job_count")
+    return int(found or 0)
 
 
 def new_execution() -> str:
