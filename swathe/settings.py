@@ -71,7 +71,9 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     kernels: Literal["auto", "reference"] = "auto"
     """``reference`` turns every fast kernel off."""
-    kernel_cache: Path = Field(default_factory=lambda: Path.home() / ".cache" / "swathe" / "kernels")
+    kernel_cache: Path = Field(
+        default_factory=lambda: Path.home() / ".cache" / "swathe" / "kernels"
+    )
     """Where compiled and tuned kernels are kept between processes; a volume there saves every start about a minute."""
     jobs_in_flight: int = Field(default=5, ge=2, le=64)
     """Ranges a worker holds at once: two on the device, one being read, the others being stored."""

@@ -1,8 +1,9 @@
 """One worker process: its device, its work, its place in the fleet."""
 
 import os
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from pydantic import SecretStr
@@ -21,6 +22,8 @@ from worker.extraction import Extraction
 from worker.jobs import RangeWorker
 from worker.telemetry import Telemetry
 
+_SWITCH_S: Final = 0.0005
+
 logger = log.get("worker")
 
 
@@ -38,6 +41,8 @@ def serve(
     that no process had before.
     """
     device = torch.device("cpu" if uuid == CPU_UUID else "cuda:0")
+    # A thread that computes in Python keeps the interpreter this long from the one that launches kernels.
+    sys.setswitchinterval(_SWITCH_S)
     if device.type == "cpu":
         torch.set_num_threads(_threads())
     telemetry = Telemetry()
