@@ -3,14 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+comma := ,
 # A node with an NVIDIA driver gets the fast kernels too.
 EXTRAS := worker,demo$(if $(shell command -v nvidia-smi),$(comma)gpu)
-comma := ,
 DEMO_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/swathe/demo
 DEMO_LIMIT ?= 150
 DEMO_RUN ?= runs/demo
 
-.PHONY: install demo test lint type format clean
+.PHONY: install demo test chaos lint type format mutants clean
 
 install: $(VENV)/.installed
 
@@ -29,7 +29,15 @@ demo: install
 		--layers 1,14,26 --final --dtype fp32 --range-tokens 2048 --limit $(DEMO_LIMIT) --out $(DEMO_RUN)
 
 test: install
+	scripts/install-test-services
 	$(BIN)/python -m pytest
+
+# About two hours of mostly waiting: every fault, ten seeds, real leases.
+chaos: install
+	$(BIN)/python tests/chaos/run.py --seeds 10 --jobs 4 --out bench/results/chaos.json
+
+mutants: install
+	$(BIN)/python scripts/mutants.py
 
 lint: install
 	$(BIN)/ruff format --check .

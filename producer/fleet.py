@@ -5,6 +5,7 @@ from typing import Any
 
 from redis import Redis
 
+from producer.crew import Worker
 from producer.display import Snapshot
 from producer.status import QueueView
 from swathe import names, queue
@@ -61,28 +62,23 @@ class Fleet:
         """What a display shows at this moment."""
         counts = self._queue.counts()
         workers = queue.live_workers(self.connection)
-        seconds: dict[str, float] = {}
-        for said in workers.values():
-            for stage, value in dict(said.get("stage_seconds", {})).items():
-                seconds[stage] = seconds.get(stage, 0.0) + float(value)
         refusals = [
             dict(said.get("not_serving", {})).get(self.spec.run_id, "") for said in workers.values()
         ]
         return Snapshot(
             state=state,
             refusal=refusals[0] if refusals and all(refusals) else "",
-            workers=len(workers),
+            workers=tuple(Worker.of(name, said) for name, said in workers.items()),
             queued=counts.queued,
-            stage_seconds=seconds,
         )
 
 
-def connect(settings: Settings) -> Redis:
+def connect(settings: Settings, *, retries: int = 20) -> Redis:
     """The fleet's Redis. Raises ConfigError when REDIS_URL is not set."""
     if settings.redis_url is None:
         msg = "REDIS_URL is not set: it says where the fleet's queue is, e.g. redis://:PASSWORD@HOST:6379/0"
         raise ConfigError(msg)
-    return queue.connect(settings.redis_url)
+    return queue.connect(settings.redis_url, retries=retries)
 
 
 def revive(store: Store, state: RunState) -> list[RangeId]:

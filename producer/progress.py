@@ -1,4 +1,4 @@
-"""Progress of steps that are one loop: planning and verifying. A bar on a terminal, nothing elsewhere."""
+"""Progress of steps that are one loop: planning, verifying, exporting. A bar on a terminal, nothing elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,12 +23,12 @@ def plan_progress() -> Iterator[Callable[[PlanProgress], None]]:
 
 
 @contextmanager
-def verify_progress(*, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A callback for ``verify``."""
+def counted_progress(verb: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A callback that takes how many are done of how many."""
     with _bar(quiet=quiet) as bar:
-        task = bar.add_task("verifying", total=None, note="")
+        task = bar.add_task(verb, total=None, note="")
         yield lambda done, total: bar.update(
-            task, completed=done, total=total, note=f"{done}/{total}"
+            task, completed=done, total=total, note=f"{done:,}/{total:,}"
         )
 
 

@@ -1,8 +1,8 @@
 """Verification of a run's committed shards against their records, the plan and themselves.
 
 Quick: each record's shard is there, of the recorded size, with the header the run promises. Full: all bytes are read
-once; the hash is the recorded one, ids, masks and rows are the planned ones, and every stored vector is finite and
-not all zero (a right-length file with a zeroed tail passes every weaker test).
+once, 64 MB at a time; the hash is the recorded one, ids, masks and rows are the planned ones, and every stored vector
+is finite and not all zero (a right-length file with a zeroed tail passes every weaker test).
 """
 
 import os
@@ -141,44 +141,57 @@ class _Checker:
             yield from self._content(record, header)
 
     def _content(self, record: RangeRecord, header: codec.Header) -> Iterator[str]:
-        data = memoryview(self._store.read(record.shard or ""))
-        if xxhash.xxh3_128_hexdigest(data) != record.xxh3:
+        tokens = self._tokens.read_range(record.range_id)
+        planned = _without(tokens, [bad.row for bad in record.quarantined])
+        wanted: dict[str, codec.Array] = {
+            "row": planned.rows,
+            "offsets": planned.offsets,
+            "input_ids": planned.input_ids,
+            "loss_mask": planned.loss_mask,
+        }
+        if absent := sorted(wanted.keys() - header.tensors.keys()):
+            yield f"shard has no {', '.join(absent)}"
+        digest, found = xxhash.xxh3_128(), list[str]()
+        for name, first, info, data in _pieces(self._store, record.shard or "", header):
+            digest.update(data)
+            if name == "hidden_states":
+                states = codec.to_array(info, data)
+                found.extend(_bad_vectors(states, self._spec.stored_dtype, first))
+            elif name in wanted and not np.array_equal(codec.to_array(info, data), wanted[name]):
+                found.append(f"{name} is not what the plan says")
+        if digest.hexdigest() != record.xxh3:
             yield "content does not have the recorded hash"
-
-        def tensor(name: str) -> codec.Array:
-            info = header.tensors[name]
-            return codec.to_array(info, data[info.offset : info.offset + info.size_bytes])
-
-        planned = _without(
-            self._tokens.read_range(record.range_id), [bad.row for bad in record.quarantined]
-        )
-        for name, wanted in (
-            ("row", planned.rows),
-            ("offsets", planned.offsets),
-            ("input_ids", planned.input_ids),
-            ("loss_mask", planned.loss_mask),
-        ):
-            if not np.array_equal(tensor(name), wanted):
-                yield f"{name} is not what the plan says"
-        yield from _bad_vectors(tensor("hidden_states"), self._spec.stored_dtype)
+        yield from found
 
 
-def _bad_vectors(states_TKH: codec.Array, dtype: str) -> Iterator[str]:
+def _pieces(
+    store: Store, key: str, header: codec.Header
+) -> Iterator[tuple[str, int, codec.TensorInfo, bytes]]:
+    """All bytes of a shard in order: name, first token, what it is, bytes. States come in chunks, the rest whole."""
+    tensors = sorted(header.tensors.items(), key=lambda item: item[1].offset)
+    start = tensors[0][1].offset
+    head = codec.TensorInfo(dtype="uint8", shape=(start,), offset=0, size_bytes=start)
+    for name, whole in [("", head), *tensors]:
+        rows = whole.shape[0]
+        row_bytes = whole.size_bytes // rows if rows else 0
+        step = max(1, _CHUNK_BYTES // row_bytes) if name == "hidden_states" and row_bytes else rows
+        for first in range(0, rows, step or 1):
+            info = codec.slice_rows(whole, first, min(first + step, rows))
+            yield name, first, info, store.read_range(key, info.offset, info.size_bytes)
+
+
+def _bad_vectors(states_TKH: codec.Array, dtype: str, first: int) -> Iterator[str]:
     """Name the first vector that is not finite or is all zero. Works on raw bits: numpy has no bfloat16."""
-    bits = np.ascontiguousarray(states_TKH).view(_BITS[dtype])
+    bits = states_TKH.view(_BITS[dtype])
     exponent = _EXPONENT[dtype]
-    row_bytes = bits[:1].nbytes or 1
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for first in range(0, len(bits), step):
-        part = bits[first : first + step]
-        infinite = ((part & exponent) == exponent).any(axis=2)
-        if infinite.any():
-            token, slot = np.argwhere(infinite)[0]
-            yield f"token {first + token} slot {slot} holds NaN or infinity"
-        zero = ~(part << 1).any(axis=2)  # the sign bit does not make a zero a value
-        if zero.any():
-            token, slot = np.argwhere(zero)[0]
-            yield f"token {first + token} slot {slot} is all zeros"
+    infinite = ((bits & exponent) == exponent).any(axis=2)
+    if infinite.any():
+        token, slot = np.argwhere(infinite)[0]
+        yield f"token {first + token} slot {slot} holds NaN or infinity"
+    zero = ~(bits << 1).any(axis=2)  # the sign bit does not make a zero a value
+    if zero.any():
+        token, slot = np.argwhere(zero)[0]
+        yield f"token {first + token} slot {slot} is all zeros"
 
 
 def _without(tokens: RangeTokens, rows: list[int]) -> RangeTokens:

@@ -92,5 +92,13 @@ class SampleError(SwatheError):
         self.row = row
 
 
+class PoisonRangeError(SwatheError):
+    """Raised when a range that kills its processes cannot be cut down to guilty samples; ``history`` tells how."""
+
+    def __init__(self, message: str, *, history: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.history = history
+
+
 class WorkerError(SwatheError):
     """Raised when this worker process (its device, kernels or model) cannot go on."""

@@ -6,6 +6,7 @@ says that the run is complete.
 """
 
 import io
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from swathe import codec, names
 from swathe.errors import IncompleteRunError, IntegrityError
+from swathe.orphans import collect
 from swathe.records import RunState, RunWatcher, read_failed, read_run
 from swathe.spec import (
     FORMAT_VERSION,
@@ -78,6 +80,7 @@ def seal(store: Store, state: RunState | None = None) -> Manifest:
     Raises IncompleteRunError when ranges are open or set aside, too many samples are quarantined or rows are
     unaccounted for, and IntegrityError when a record contradicts the plan.
     """
+    now_s = time.time()
     spec = state.spec if state else read_run(store)
     state = state or RunWatcher(store, spec).read()
     _require_complete(store, state)
@@ -92,6 +95,8 @@ def seal(store: Store, state: RunState | None = None) -> Manifest:
     store.write(names.ROWS, [buffer.getbuffer()])
     manifest = _manifest(state)
     store.write(names.MANIFEST, [to_json(manifest, indent=1)])
+    # Only what is certainly of the dead: a late attempt may still be on its way to losing.
+    collect(store, state, now_s=now_s)
     return manifest
 
 

@@ -85,6 +85,12 @@ class Settings(BaseSettings):
     heartbeat_s: float = Field(default=3.0, gt=0)
     drain_s: float = Field(default=60.0, gt=0)
     """Bound of a worker's orderly stop."""
+    metrics_address: str = "127.0.0.1:9410"
+    """Where a node's supervisor serves /metrics, /healthz and /readyz for all its workers; ``off`` for nowhere."""
+    metrics_advertise: str | None = None
+    """The address under which Prometheus reaches that server, if it is another (a load balancer, a mapped port)."""
+    exporter_address: str = "127.0.0.1:9411"
+    """Where ``swathe exporter`` serves the fleet's metrics and the list of its workers."""
     max_batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens a worker puts through the model at once; unset: the range's own size, or what memory allows."""
     s3: S3Settings = S3Settings()

@@ -15,6 +15,9 @@ from redis import exceptions as redis_errors
 
 from swathe.queue import connect
 
+collect_ignore = [] if os.environ.get("SWATHE_CHAOS_SEEDS") else ["chaos"]
+"""The chaos suite takes minutes; `make chaos` and CI name its seeds."""
+
 
 class RedisServer:
     """A Valkey server on a unix socket that a test may kill, stop and start again with its files."""
@@ -67,6 +70,15 @@ def server_binary() -> str | None:
             raise
         return None
     return str(binary.get_binary_path())
+
+
+def need_redis_server() -> str:
+    """Debian's redis-server, which speaks TLS; a missing one fails in CI and skips elsewhere."""
+    found = shutil.which("redis-server")
+    if found is None:
+        message = "redis-server is missing: scripts/install-test-services"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    return found
 
 
 def _need_server() -> None:

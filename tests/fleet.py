@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from swathe import errors, log
-from swathe.queue import RangeQueue
+from swathe.queue import RangeQueue, connect
 from swathe.spec import RangeId, RangeJob, RunId
 from worker.contract import STORED, Hooks, WorkerOptions
 from worker.jobs import RangeWorker
 
-FAST = {"lease_s": 1.0, "heartbeat_s": 0.2, "drain_s": 10.0, "rebuild_every_s": 0.5}
+FAST = {
+    "jobs_in_flight": 3,
+    "lease_s": 1.0,
+    "heartbeat_s": 0.2,
+    "drain_s": 10.0,
+    "rebuild_every_s": 0.5,
+}
 QUEUE = "swathe-m"
 
 
@@ -44,7 +50,7 @@ class FakeWork:
     def compute(self, prepared: object) -> object:
         assert isinstance(prepared, RangeJob)
         with (self.folder / "computed" / f"{prepared.range_id:06d}").open("a") as file:
-            file.write(f"{os.getpid()}\n")
+            file.write(f"{os.getpid()} {time.time():.3f}\n")
         self._fault("compute", prepared)
         time.sleep(self.compute_s)
         return prepared
@@ -56,12 +62,30 @@ class FakeWork:
         assert isinstance(computed, RangeJob)
         time.sleep(self.publish_s)
         self._fault("publish", computed)
+        if (self.folder / "full").exists():
+            raise errors.NoSpaceError("disk full")
         try:
             with self._record(computed).open("x") as file:
                 file.write(str(os.getpid()))
         except FileExistsError:
             with (self.folder / "lost").open("a") as file:
                 file.write(f"{computed.range_id}\n")
+
+    def compute_alone(self, prepared: object) -> object:
+        assert isinstance(prepared, RangeJob)
+        self._note("alone", prepared)
+        self._fault("compute", prepared)
+        return prepared
+
+    def compute_apart(self, job: RangeJob) -> None:
+        self._note("apart", job)
+        if f"compute:{job.range_id}" in self.faults:
+            raise errors.PoisonRangeError("dies of everything", history=("isolating: died",))
+        self.publish(job)
+
+    def _note(self, how: str, job: RangeJob) -> None:
+        with (self.folder / how).open("a") as file:
+            file.write(f"{job.range_id}\n")
 
     def set_aside(self, job: RangeJob, reason: str, history: Sequence[str]) -> None:
         self._fault("set_aside", job)
@@ -111,8 +135,15 @@ class FakeWork:
 
     def computed(self) -> dict[int, int]:
         """How often each range was computed."""
+        return {range_id: len(starts) for range_id, starts in self.starts().items()}
+
+    def starts(self) -> dict[int, list[tuple[int, float]]]:
+        """Process and time of every start of a computation, by range."""
         return {
-            int(path.name): len(path.read_text().split())
+            int(path.name): [
+                (int(pid), float(at))
+                for pid, at in (line.split() for line in path.read_text().splitlines())
+            ]
             for path in (self.folder / "computed").iterdir()
         }
 
@@ -209,16 +240,39 @@ def wait_for(condition: Callable[[], Any], bound_s: float = 20.0, what: str = ""
     raise AssertionError(msg)
 
 
+def rebuild_from(folder: Path, url: str) -> Callable[[RunId, str], bool]:
+    """The hook of a run whose plan is the number in the file ``total``."""
+    work = FakeWork(folder)
+
+    def rebuild(_run_id: RunId, _url: str) -> bool:
+        if not (folder / "total").exists():
+            return False
+        known = {*work.records(), *work.failed()}
+        missing = [
+            index for index in range(int((folder / "total").read_text())) if index not in known
+        ]
+        client = connect(url)
+        RangeQueue(client, QUEUE).enqueue_if_absent(job(index) for index in missing)
+        client.close()
+        return not missing
+
+    return rebuild
+
+
 def main() -> int:
     url, folder, said = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     log.setup(form="json")
+    skew_s = said["work"].pop("clock_skew_s", 0)
+    if skew_s:
+        real = time.time
+        time.time = lambda: real() + skew_s
     worker = RangeWorker(
         url,
         FakeWork(folder, **said["work"]),
         name=said["name"],
         roots=["/fake"],
         options=WorkerOptions(**said["options"]),
-        hooks=Hooks(),
+        hooks=Hooks(rebuild=rebuild_from(folder, url)),
     )
     return worker.serve()
 

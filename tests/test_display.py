@@ -1,28 +1,19 @@
 """What a person reads: the limiting stage in words, rates over a window, sizes and durations."""
 
 import io
+import json
+import re
 
 import pytest
+from fleet import enqueue
 from rich.console import Console
 
-from producer.display import Display, Pace, Snapshot, duration_text, limiting_stage, size_text
+from producer.crew import Crew, Spark, Worker, limit_words, sparkline, stage_bar
+from producer.display import Display, Pace, Snapshot, duration_text, size_text
+from producer.top import watch_fleet
+from swathe.queue import connect
+from swathe.stages import Spent
 from tests.support.states import state_with
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        ({"forward": 9.0, "input_wait": 0.5, "write": 20.0}, "computing"),
-        ({"forward": 2.0, "input_wait": 7.0, "read": 7.0}, "waiting for input"),
-        # Writing for long is no limit as long as a buffer is free; waiting for one is.
-        ({"forward": 3.0, "buffer_wait": 6.0, "write": 30.0}, "writing to the store"),
-        ({"load": 5.0}, "loading the model"),
-        ({}, ""),
-        ({"unknown": 3.0}, ""),
-    ],
-)
-def test_the_limiting_stage_is_the_one_the_device_waits_for(seconds, words) -> None:
-    assert limiting_stage(seconds) == words
 
 
 def test_rates_are_those_of_the_last_minute() -> None:
@@ -43,16 +34,76 @@ def test_sizes_and_durations_read_well() -> None:
     assert [duration_text(s) for s in (8, 75, 7500)] == ["8 s", "1 min 15 s", "2 h 05 min"]
 
 
-def test_a_terminal_gets_a_table_and_no_line_is_wider_than_80_columns() -> None:
+def worker(name: str, device: str = "GPU-1234abcd", samples: int = 0, **said: object) -> Worker:
+    return Worker.of(name, {"node": "node-1", "device": device, "samples": samples, **said})
+
+
+def shown(snapshots: list[Snapshot]) -> str:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=80, color_system=None)
     with Display(console) as display:
-        display.show(
-            Snapshot(
-                state=state_with(stored=500), workers=2, queued=7, stage_seconds={"forward": 1.0}
-            )
-        )
-    text = out.getvalue()
+        for snapshot in snapshots:
+            display.show(snapshot)
+    return out.getvalue()
+
+
+def test_a_terminal_gets_a_table_and_no_line_is_wider_than_80_columns() -> None:
+    busy = {"state_seconds": {"compute": 8.0, "write": 2.0}, "utilization": 0.93, "mfu": 0.71}
+    workers = (
+        worker("w1", **busy),
+        worker("w2", node="a-node-with-a-very-long-name.example", last_error="disk gone " * 20),
+    )
+    text = shown([Snapshot(state=state_with(stored=500), workers=workers, queued=7)])
     assert "500 samples" in text
     assert "2 · 7 ranges queued" in text
-    assert "computing" in text
+    assert "limited by  computing" in text
+    assert "93%" in text
+    assert "71%" in text
+    assert "█" * 16 + "w" * 4 in text
+    assert "disk gone" in text
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    assert max(len(line.rstrip()) for line in plain.splitlines()) <= 80
+
+
+def test_speed_and_shares_are_those_of_the_last_half_minute() -> None:
+    crew = Crew()
+    (line,) = crew.look([worker("w1", samples=100, state_seconds={"load": 60.0})], 0.0)
+    assert line.samples_s is None
+    assert limit_words([line]) == "loading the model"
+    for second in range(5, 65, 5):
+        spent = {"load": 60.0, "input": 0.8 * second, "compute": 0.2 * second}
+        (line,) = crew.look([worker("w1", samples=100 + 3 * second, state_seconds=spent)], second)
+    assert line.samples_s == pytest.approx(3.0)
+    assert limit_words([line]) == "reading the plan's tokens"
+    assert str(stage_bar(line.spent)) == "████" + "i" * 16
+    assert crew.look([], 70.0) == []
+
+
+def test_marks_of_the_bar_differ_without_colour() -> None:
+    limits = {"compute": 1, "input": 1, "write": 1, "queue_empty": 1, "space": 1, "load": 1}
+    assert len(set(str(stage_bar(Spent(states=limits | {"store_away": 1}))))) == 7
+
+
+def test_sparklines() -> None:
+    assert sparkline([0, 1, 2, 4, 8, 4]) == "▁▂▃▅█▅"
+    assert sparkline([0, 0]) == "▁▁"
+    assert sparkline([]) == ""
+    spark = Spark(every_s=5.0)
+    for second, total in ((0, 0), (2, 10), (5, 10), (10, 30), (15, 30)):
+        spark.add(total, float(second))
+    assert str(spark) == sparkline([2, 4, 0])
+
+
+def test_top_shows_queues_workers_and_an_outage(redis) -> None:
+    enqueue(redis, 3)
+    about = {"node": "node-1", "device": "cpu", "samples": 5, "state_seconds": {"input": 9.0}}
+    redis.set("swathe:worker:w1", json.dumps(about), ex=60)
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    watch_fleet(redis, console, once=False)
+    assert "swathe-m  3 queued · 0 running" in out.getvalue()
+    assert "limited by reading the plan's tokens" in out.getvalue()
+    assert "node-1" in out.getvalue()
+    away = connect("unix:///nowhere/at/all", retries=0)
+    watch_fleet(away, console, once=True)
+    assert "cannot be reached" in out.getvalue()

@@ -153,6 +153,17 @@ def test_devices_that_appear_and_vanish(tmp_path):
     assert run.stop() == 0
 
 
+def test_the_worker_of_a_vanished_device_is_killed_when_it_does_not_stop(tmp_path):
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'{folder}/{device}.up','w')\ntime.sleep(60)"
+    run = Supervised(script(tmp_path, body), GPUS[:2], stop_s=0.5)
+    wait_for(lambda: len(list(tmp_path.glob("*.up"))) == 2)
+    run.found = GPUS[1:2]
+    wait_for(lambda: run.states()["GPU-aa"] == "waiting")
+    wait_for(lambda: len(run.dead) == 1)
+    assert run.states()["GPU-bb"] == "running"
+    run.stop()
+
+
 def test_a_worker_that_does_not_stop_is_killed_at_the_bound(tmp_path):
     body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen(f'{folder}/{device}.up','w')\ntime.sleep(60)"
     run = Supervised(script(tmp_path, body), GPUS[:1], stop_s=0.5)

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from swathe.errors import ModelError
 from swathe.spec import ComputeDtype
+from worker.device_errors import breaks_device
 
 RANDOM_PREFIX: Final = "random:"
 _RANDOM_SEED: Final = 0
@@ -140,6 +141,8 @@ def _stored_module(
             trust_remote_code=trust_remote_code,
         )
     except Exception as error:
+        if breaks_device(error):
+            raise
         msg = f"{checkpoint}: the model does not load: {_first_line(error)}"
         raise ModelError(msg) from error
     missing = sorted(info["missing_keys"])

@@ -1,8 +1,11 @@
 """The command line ``swathe-worker``: a supervisor by default, one device's worker or a check as subcommands."""
 
+import json
+import logging
 import os
 import sys
-from typing import Annotated, Final
+from dataclasses import asdict
+from typing import Annotated, Final, NoReturn
 
 import typer
 from pydantic import SecretStr
@@ -44,10 +47,16 @@ def supervise(
     if context.invoked_subcommand is not None:
         return
     from worker import devices as inventory
+    from worker.node import Node
+    from worker.nvml import GpuMonitor, GpuReader
+    from worker.reports import Inbox
     from worker.supervisor import Supervisor, SupervisorOptions
 
     settings = read_settings()
     connection = connect(_redis_url(settings), retries=1)
+    inbox = Inbox()
+    node = Node(inbox, GpuMonitor(GpuReader([])))
+    advertised = node.serve(settings)
 
     def wanted() -> list[inventory.Device] | None:
         present = [] if devices == "cpu" else inventory.present_devices()
@@ -57,9 +66,9 @@ def supervise(
 
     def command(device: inventory.Device, name: str) -> list[str]:
         serve = [sys.executable, "-P", "-m", "worker.cli", "serve", device.uuid, name]
-        return (
-            serve if exit_when_idle is None else [*serve, "--exit-when-idle", str(exit_when_idle)]
-        )
+        if exit_when_idle is not None:
+            serve += ["--exit-when-idle", str(exit_when_idle)]
+        return serve if advertised is None else [*serve, "--metrics", advertised]
 
     options = SupervisorOptions(
         restart_finished=exit_when_idle is None,
@@ -70,21 +79,39 @@ def supervise(
     def bury(name: str) -> None:
         release_dead_worker(connection, name)
 
-    raise typer.Exit(Supervisor(command, wanted, options, on_death=bury).run())
+    supervisor = Supervisor(command, wanted, options, on_death=bury, inbox=inbox)
+    node.follow(supervisor.views, lambda: supervisor.ticked_s)
+    try:
+        raise typer.Exit(supervisor.run())
+    finally:
+        node.close()
 
 
 @app.command("serve", hidden=True)
-def serve_command(uuid: str, name: str, exit_when_idle: ExitWhenIdle = None) -> None:
+def serve_command(
+    uuid: str,
+    name: str,
+    exit_when_idle: ExitWhenIdle = None,
+    report_fd: Annotated[int | None, typer.Option(help="Line to the supervisor.")] = None,
+    metrics: Annotated[str | None, typer.Option(help="Where this node's metrics are.")] = None,
+) -> None:
     """Work on the one device that this process can see."""
     from worker.kernel_cache import keep_kernels
 
     settings = read_settings()
     keep_kernels(settings.kernel_cache)
-    from worker.serve import serve
+    from worker.serve import Place, serve
 
-    raise typer.Exit(
-        serve(settings, _redis_url(settings), uuid=uuid, name=name, exit_when_idle_s=exit_when_idle)
-    )
+    place = Place(uuid=uuid, name=name, report_fd=report_fd, metrics=metrics)
+    _end_process(serve(settings, _redis_url(settings), place, exit_when_idle_s=exit_when_idle))
+
+
+@app.command("apart", hidden=True)
+def apart_command(trial: str, events: int, parent: int) -> None:
+    """Compute one range's samples one by one, and die of them where need be."""
+    from worker.apart import attempt
+
+    _end_process(attempt(read_settings(), trial, events=events, parent=parent))
 
 
 @app.command("check")
@@ -117,6 +144,27 @@ def check_command(
             f"swathe-worker: errors above {result.limit:g}: the states are wrong", file=sys.stderr
         )
         raise typer.Exit(1)
+
+
+@app.command("doctor", hidden=True)
+def doctor_command() -> None:
+    """Print what this node's devices are and can do, as JSON."""
+    from worker import doctor
+
+    found = {
+        "software": doctor.software(),
+        "devices": [asdict(device) for device in doctor.examine_devices()],
+        "problems": doctor.software_problems(),
+    }
+    print(json.dumps(found))
+
+
+def _end_process(code: int) -> NoReturn:
+    """End at once: a thread that hangs in a device's driver would hold up the interpreter's own end for ever."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _redis_url(settings: Settings) -> SecretStr:

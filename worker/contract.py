@@ -37,6 +37,21 @@ class RangeWork(Protocol):
         """Upload thread; the record is durable when it returns."""
         ...
 
+    def compute_alone(self, prepared: object) -> object:
+        """Compute thread, nothing else on the device: each sample by itself on the reference path.
+
+        Samples that raise are quarantined; what is returned goes to ``publish``. Raises WorkerError when a harmless
+        sample raises too.
+        """
+        ...
+
+    def compute_apart(self, job: RangeJob) -> None:
+        """Compute thread; the same and the commit in processes made to die, with this one's device memory freed.
+
+        The record is durable when it returns. Raises PoisonRangeError when the range cannot be resolved.
+        """
+        ...
+
     def set_aside(self, job: RangeJob, reason: str, history: Sequence[str]) -> None:
         """Write the durable failure marker; nothing else will touch the range until ``retry``."""
         ...
@@ -55,9 +70,11 @@ class WorkerOptions:
     heartbeat_s: float = 3.0
     drain_s: float = 60.0
     max_failures: int = 3
-    """Errors of a range before it is set aside."""
+    """Errors of a range before its samples are computed one by one."""
     max_deaths: int = 3
-    """Processes that may die with a range on their device before it is set aside."""
+    """Processes that may die with a range on their device before it is isolated in processes made to die."""
+    max_deaths_apart: int = 3
+    """Further workers that may die while they isolate it, before it is set aside."""
     max_bystander_deaths: int = 30
     """The same for a range that was merely held; far higher, for spot nodes die a lot."""
     max_failures_in_a_row: int = 5
@@ -99,6 +116,10 @@ def _any_queue(_name: str) -> bool:
     return True
 
 
+def _no_outcome(_outcome: str, _error: str) -> None:
+    return None
+
+
 def _no_rebuild(_run_id: RunId, _url: str) -> bool:
     return False
 
@@ -113,6 +134,8 @@ class Hooks:
     """Whether this worker can serve a queue (its model is here)."""
     waits_for_buffer: Callable[[], bool] = field(default=_never)
     """Whether the computation is blocked by a slow store: no hang then."""
+    outcome: Callable[[str, str], None] = field(default=_no_outcome)
+    """A range ended here without being stored: one of ``swathe.metrics.OUTCOMES``, and the error in a few words."""
     rebuild: Callable[[RunId, str], bool] = field(default=_no_rebuild)
     """Compare a run with its store: enqueue what is missing, seal what is complete; True when nothing is left to do.
     One worker of the fleet at a time, when its queue is empty; errors are logged and it is asked again later."""

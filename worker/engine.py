@@ -5,7 +5,7 @@ over. On a GPU ``start`` returns while the device still works, so a caller that 
 finishes the last one leaves no gap on the device. Writing goes on meanwhile from older buffers of the ring.
 
 A sample whose states are not sound is computed again, alone, on the reference path, and quarantined if that fails too;
-its neighbours are not touched. Running out of memory halves the batch budget for good; a sample that does not fit even
+its neighbours are not touched. ``alone`` computes a whole range that way. Running out of memory halves the batch budget for good; a sample that does not fit even
 alone is quarantined.
 
 Shapes: T tokens of the range, S of one sample, K slots, H hidden size.
@@ -15,46 +15,27 @@ import gc
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from swathe import log
 from swathe.codec import TensorView
-from swathe.spec import BatchForm, Layer, Quarantined
+from swathe.errors import WorkerError
+from swathe.spec import BatchForm, Quarantined
 from worker.batch import Batch, cut_batches
-from worker.ranges import RangeSamples, RangeStates, RangeStats, TokenRange
+from worker.device_errors import breaks_device
+from worker.ranges import RangeSamples, RangeStates, RangeStats, StateModel, TokenRange
 from worker.soundness import fault, magnitudes
-from worker.transfer import Copier, Copy, HostBuffer, HostRing, contiguous_runs, timing_event
+from worker.transfer import Copier, Copy, HostBuffer, HostRing, Timer, contiguous_runs
 
 __all__ = ["Engine", "RangeSamples", "RangeStates", "RangeStats", "StartedRange", "StateModel"]
 
 _ROW_MULTIPLE_CUDA: Final = 128
 """Packed rows are filled up to a multiple of this, so that kernels meet aligned shapes: at most 0.4 % of 32k tokens."""
-
-
-class StateModel(Protocol):
-    """What the engine needs of a model; ``worker.model.HiddenStateModel`` is the real one."""
-
-    layers: tuple[Layer, ...]
-    hidden_size: int
-
-    @property
-    def device(self) -> torch.device: ...  # noqa: D102 - see HiddenStateModel
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
-    @property
-    def can_pack(self) -> bool: ...  # noqa: D102
-    @property
-    def vocab_rows(self) -> int: ...  # noqa: D102
-    @property
-    def max_positions(self) -> int | None: ...  # noqa: D102
-    def forward(self, batch: Batch, ids: Sequence[Any]) -> torch.Tensor: ...  # noqa: D102
-    def reference(self, ids: Any) -> torch.Tensor: ...  # noqa: D102
-    def flops(self, lengths: Sequence[int]) -> float: ...  # noqa: D102
 
 
 @dataclass(slots=True)
@@ -71,10 +52,14 @@ class StartedRange:
     faults: dict[int, str] = field(default_factory=dict)
     """Samples that cannot be computed, by index, with the reason."""
     copies: list[Copy] = field(default_factory=list)
-    timers: list["_Timer"] = field(default_factory=list)
+    timers: list[Timer] = field(default_factory=list)
     padding_tokens: int = 0
     batches: int = 0
     out_of_memory: int = 0
+
+
+def _nothing(_sample: int = 0) -> None:
+    return None
 
 
 class Engine:
@@ -87,16 +72,19 @@ class Engine:
         form: BatchForm,
         max_batch_tokens: int | None = None,
         buffers: int = 3,
+        on_progress: Callable[[], None] = _nothing,
     ) -> None:
         """``form`` is what the plan says; a model that must not pack pads instead.
 
-        Without ``max_batch_tokens`` a batch is as large as its range until memory says otherwise.
+        Without ``max_batch_tokens`` a batch is as large as its range until memory says otherwise. ``on_progress`` is
+        called whenever a batch was queued and whenever the device was seen to have done something.
         """
         self.model = model
         self.form: BatchForm = form if model.can_pack else "padded"
         self.max_batch_tokens = max_batch_tokens or sys.maxsize
         self.ring = HostRing(buffers, pinned=model.device.type == "cuda")
         self._copier = Copier(model.device)
+        self._on_progress = on_progress
         self._unfinished: list[StartedRange] = []
         self._returned_at = time.monotonic()
         self._finished_at: float | None = None
@@ -110,6 +98,57 @@ class Engine:
 
     def start(self, tokens: TokenRange) -> StartedRange:
         """Queue a range's work; waits for a free host buffer. Every started range must be finished or abandoned."""
+        started = self._take(tokens)
+        try:
+            self._run_batches(started)
+        except BaseException:
+            self.abandon(started)
+            raise
+        self._returned_at = time.monotonic()
+        return started
+
+    def alone(self, tokens: TokenRange, on_sample: Callable[[int], None] = _nothing) -> RangeStates:
+        """Each sample of a range by itself on the reference path; one that raises is set aside like an unsound one.
+
+        ``on_sample`` is told each sample's index before it is computed; until then only a harmless one was. Raises
+        WorkerError when that one raises: then the device is at fault.
+        """
+        self._prove_harmless()
+        started = self._take(tokens)
+        samples = started.samples
+        try:
+            for sample in range(samples.count):
+                if sample in started.faults:
+                    continue
+                on_sample(sample)
+                place = slice(int(samples.offsets[sample]), int(samples.offsets[sample + 1]))
+                reason = self._try_alone(samples.ids(sample), started.states_TKH[place])
+                if reason is not None:
+                    started.faults[sample] = f"{reason}, alone on the reference path"
+                self._on_progress()
+            return self._close(started, 0.0, time.monotonic() - started.started_at, samples.count)
+        except BaseException:
+            self.abandon(started)
+            raise
+
+    def _prove_harmless(self) -> None:
+        """Raise WorkerError when even one token, id 0, cannot be computed."""
+        try:
+            self.model.reference(np.zeros(1, np.int32)).cpu()
+        except Exception as error:
+            msg = f"the reference path fails on a single harmless token: {type(error).__name__}: {error}"
+            raise WorkerError(msg) from error
+
+    def _try_alone(self, ids: Any, destination_SKH: torch.Tensor) -> str | None:
+        """As ``_reference``, for samples that may raise anything; what breaks the device passes."""
+        try:
+            return self._reference(ids, destination_SKH)
+        except Exception as error:
+            if isinstance(error, WorkerError) or breaks_device(error):
+                raise
+            return f"{type(error).__name__}: {error}"
+
+    def _take(self, tokens: TokenRange) -> StartedRange:
         now = time.monotonic()
         samples = RangeSamples.of(tokens)
         shape = (samples.tokens, len(self.model.layers), self.model.hidden_size)
@@ -127,11 +166,9 @@ class Engine:
         self._unfinished.append(started)
         try:
             self._refuse_impossible(started)
-            self._run_batches(started)
         except BaseException:
             self.abandon(started)
             raise
-        self._returned_at = time.monotonic()
         return started
 
     def finish(self, started: StartedRange) -> RangeStates:
@@ -140,10 +177,16 @@ class Engine:
             copy_s = sum(copy.wait() for copy in started.copies)
             forward_s = sum(timer.seconds() for timer in started.timers)
             recomputed = self._repair(started)
-            states = self._hand_over(started, copy_s, forward_s, recomputed)
+            return self._close(started, copy_s, forward_s, recomputed)
         except BaseException:
             self.abandon(started)
             raise
+
+    def _close(
+        self, started: StartedRange, copy_s: float, forward_s: float, recomputed: int
+    ) -> RangeStates:
+        states = self._hand_over(started, copy_s, forward_s, recomputed)
+        self._on_progress()
         self._unfinished.remove(started)
         self._finished_at = self._returned_at = time.monotonic()
         return states
@@ -233,13 +276,14 @@ class Engine:
             self._queue(started, batch)
         except torch.OutOfMemoryError:
             return False
+        self._on_progress()
         started.batches += 1
         started.padding_tokens += batch.padding_tokens
         return True
 
     def _queue(self, started: StartedRange, batch: Batch) -> None:
         samples = started.samples
-        timer = _Timer(self.model.device)
+        timer = Timer(self.model.device)
         with torch.inference_mode():
             states_TKH = self.model.forward(
                 batch, [samples.ids(sample) for sample in batch.samples]
@@ -343,26 +387,3 @@ def _close_gaps(started: StartedRange, kept: Sequence[int]) -> None:
         if first != end:
             data[end : end + stop - first] = data[first:stop]
         end += stop - first
-
-
-class _Timer:
-    """Seconds of device work between its making and ``stop``, without waiting for the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = (timing_event(), timing_event()) if device.type == "cuda" else None
-        self._clock_s = time.monotonic()
-        if self._events is not None:
-            self._events[0].record()
-
-    def stop(self) -> None:
-        """End of the timed work."""
-        self._clock_s = time.monotonic() - self._clock_s
-        if self._events is not None:
-            self._events[1].record()
-
-    def seconds(self) -> float:
-        """The time between; waits for the device to get there."""
-        if self._events is None:
-            return self._clock_s
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) / 1000

@@ -4,33 +4,38 @@ Reading and committing run beside the device; only ``compute`` owns it. The mode
 needs it, on the compute thread, and exchanged only when a range of another model comes.
 """
 
-import platform
+import gc
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 import torch
 
-from swathe import checkpoint, codec, log, names
+from swathe import checkpoint, log, names
 from swathe.clock import utc_now
 from swathe.errors import ConfigError, RunMismatchError, WorkerError
-from swathe.records import read_run
+from swathe.records import read_record, read_run
 from swathe.settings import Settings
 from swathe.spec import BatchForm, CanaryRecord, FailedMarker, Layer, RangeJob, RunSpec, to_json
-from swathe.store import Store, open_store
-from swathe.tokens import RangeTokens, TokenReader
-from worker import selftest
+from swathe.store import open_store
+from swathe.tokens import TokenReader
+from worker import accounts, selftest
 from worker.canary import canary_bounds, one_in, take_canary
 from worker.contract import STORED
-from worker.engine import Engine, StartedRange
+from worker.device_errors import device_errors
+from worker.engine import Engine
+from worker.isolation import Isolation, Trials
 from worker.model import HiddenStateModel, load_model
+from worker.norm import store_final_norm
 from worker.ranges import RangeStates
-from worker.rates import tokens_that_fit, warm_up
+from worker.rates import matmul_flops, tokens_that_fit, warm_up
 from worker.sink import Author, Sink
+from worker.software import software_versions
+from worker.steps import Computed, OpenRun, Prepared, Started
 from worker.telemetry import Telemetry
+from worker.vouching import vouched
 
 _OPEN_RUNS: Final = 8
 _Step = TypeVar("_Step")
@@ -38,45 +43,11 @@ _Step = TypeVar("_Step")
 logger = log.get("extraction")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRun:
-    """A run that this worker has opened; never created."""
-
-    store: Store
-    spec: RunSpec
-    tokens: TokenReader
-    sink: Sink
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A range ready for the device."""
-
-    run: OpenRun
-    tokens: RangeTokens
-
-
-@dataclass(slots=True, kw_only=True)
-class Started:
-    """A range on the device, with the engine that put it there; ``states`` once it is finished."""
-
-    run: OpenRun
-    engine: Engine
-    started: StartedRange
-    states: RangeStates | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class Computed:
-    """A range ready for the store."""
-
-    run: OpenRun
-    states: RangeStates
-    canary: CanaryRecord | None
-
-
 class Extraction:
     """The work of one worker process on one device."""
+
+    apart_command: tuple[str, ...] = (sys.executable, "-P", "-m", "worker.cli", "apart")
+    """Starts a process made to die; see ``worker.apart``."""
 
     def __init__(
         self,
@@ -98,9 +69,13 @@ class Extraction:
         self._model: HiddenStateModel | None = None
         self._engine_key: tuple[object, ...] | None = None
         self._on_device: Started | None = None
+        self._last_run: OpenRun | None = None
+        self._measured: torch.dtype | None = None
         self._choose = one_in(settings.canary_every)
         self._bounds: dict[Layer, float] = {}
         self._software = software_versions(device)
+        self.on_progress: Callable[[], None] = lambda: None
+        """Told whenever the device, or the loading of a model, moved."""
 
     @property
     def ready(self) -> bool:
@@ -108,9 +83,19 @@ class Extraction:
         return self._engine is not None
 
     def waits_for_buffer(self) -> bool:
-        """Whether a slow store holds every host buffer, so that computing cannot go on."""
+        """Whether computing stands still because a slow store holds every host buffer."""
         engine = self._engine
-        return engine is not None and engine.ring.free == 0
+        return engine is not None and engine.ring.waiting
+
+    @property
+    def store_retries(self) -> int:
+        """Requests to stores after the first; stores that never repeat one count none."""
+        with self._lock:
+            return max((getattr(run.store, "retries", 0) for run in self._runs.values()), default=0)
+
+    def note_free_space(self) -> None:
+        """Look how much room the store last written to has; cheap, and never raises."""
+        accounts.note_free_space(self._telemetry, self._last_run.store if self._last_run else None)
 
     def prepare(self, job: RangeJob) -> object:
         """Open the job's run and read the range's tokens, unless its record is there already.
@@ -120,6 +105,7 @@ class Extraction:
         with self._telemetry.stage("read"):
             run = self._open(job)
             if run.sink.committed(job.range_id):
+                self._telemetry.outcome("present")
                 return STORED
             return Prepared(run=run, tokens=run.tokens.read_range(job.range_id))
 
@@ -131,33 +117,65 @@ class Extraction:
     def compute(self, prepared: object) -> object:
         """Put a range on the device, behind the one that is there; its states go to a buffer of the engine's."""
         prepared = _expect(Prepared, prepared)
-        engine = self._engine_for(prepared.run)
-        self._on_device = Started(
-            run=prepared.run, engine=engine, started=engine.start(prepared.tokens)
-        )
+        with device_errors():
+            engine = self._engine_for(prepared.run)
+            self._on_device = Started(
+                run=prepared.run, engine=engine, started=engine.start(prepared.tokens)
+            )
         return self._on_device
 
     def finish(self, started: object) -> object:
         """Wait for a range that ``compute`` put on the device."""
         started = _expect(Started, started)
-        if started.states is None:
-            started.states = started.engine.finish(started.started)
-        if self._on_device is started:
-            self._on_device = None
-        states = started.states
-        canary = self._take_canary(started.run, states)
-        for stage, seconds in states.stats.stage_seconds.items():
-            self._telemetry.add_seconds(stage, seconds)
-        self._telemetry.count("padding_tokens", states.stats.padding_tokens)
-        computed = Computed(run=started.run, states=states, canary=canary)
+        with device_errors():
+            if started.states is None:
+                started.states = started.engine.finish(started.started)
+            if self._on_device is started:
+                self._on_device = None
+            canary = self._take_canary(started.run, started.states)
+        return self._computed(started.run, started.states, canary)
+
+    def compute_alone(
+        self, prepared: object, on_sample: Callable[[int], None] = lambda _index: None
+    ) -> object:
+        """Compute each sample by itself on the reference path; ``on_sample`` is told its index before."""
+        prepared = _expect(Prepared, prepared)
+        with device_errors():
+            states = self._engine_for(prepared.run).alone(prepared.tokens, on_sample)
+        return self._computed(prepared.run, states, None)
+
+    def compute_apart(self, job: RangeJob) -> None:
+        """Have the range computed and committed by processes made to die, the model's memory freed for them."""
+        run = self._open(job)
+        self._unload()
+        trials = Trials(
+            self.apart_command,
+            worker=self._name,
+            device=self._device_id,
+            on_progress=self.on_progress,
+        )
+        Isolation(trials).resolve(job)
+        record = read_record(run.store, run.spec, job.range_id)
+        accounts.note_record(self._telemetry, record)
+
+    def _unload(self) -> None:
+        self._engine = self._model = self._engine_key = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _computed(self, run: OpenRun, states: RangeStates, canary: CanaryRecord | None) -> Computed:
+        accounts.note_states(self._telemetry, states)
+        computed = Computed(run=run, states=states, canary=canary)
         # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
-        weakref.finalize(computed, states.release)
+        weakref.finalize(computed, accounts.let_go, self._telemetry, states)
         return computed
 
     def publish(self, computed: object) -> None:
         """Commit the range; when this returns its record is durable, ours or another worker's."""
         computed = _expect(Computed, computed)
         states = computed.states
+        self._last_run = computed.run
         try:
             computed.run.sink.commit(
                 states.samples,
@@ -193,7 +211,7 @@ class Extraction:
         with self._telemetry.stage("canary"):
             taken = take_canary(self._model, states, sample, self._bounds)
         canary = taken.record(run.spec.run_id, worker=self._name, device=self._device_id)
-        self._telemetry.count("canaries")
+        accounts.note_canary(self._telemetry, canary)
         if canary.passed:
             return canary
         states.release()
@@ -237,13 +255,14 @@ class Extraction:
             if self._on_device is not None:
                 self.finish(self._on_device)
             self._engine = self._model = None
-            with self._telemetry.stage("load"):
+            with self._telemetry.stage("load"), vouched(self.on_progress):
                 self._engine = self._load(spec)
             self._engine_key = key
             self._write_final_norm(run)
         return self._engine
 
     def _load(self, spec: RunSpec) -> Engine:
+        self._measure(getattr(torch, spec.compute_dtype))
         found = checkpoint.resolve_like(spec.model, model_roots=self._settings.model_roots)
         source = f"random:{found.config_path}" if spec.model.random_weights else found.folder
         model = load_model(
@@ -274,7 +293,17 @@ class Extraction:
             form=test.form,
             max_batch_tokens=self._batch_tokens(model, test.form, spec),
             buffers=self._settings.jobs_in_flight - 1,
+            on_progress=self.on_progress,
         )
+
+    def _measure(self, dtype: torch.dtype) -> None:
+        """The device's matrix rate, while its memory is still free: utilizations are shares of it."""
+        if dtype != self._measured:
+            repeats = 20 if self._device.type == "cuda" else 2
+            self._telemetry.set("matmul_flops", matmul_flops(self._device, dtype, repeats=repeats))
+            self._measured = dtype
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _batch_tokens(self, model: HiddenStateModel, form: BatchForm, spec: RunSpec) -> int:
         """A range is one batch, unless the operator or the device's memory says less."""
@@ -290,19 +319,7 @@ class Extraction:
         """Keep the final norm beside the states, so that exports need no model. The first worker's stays."""
         if self._model is None or run.store.stat(names.FINAL_NORM) is not None:
             return
-        norm = self._model.final_norm()
-        tensors = {"weight": norm.weight_H, "bias": norm.bias_H}
-        views = {
-            name: codec.TensorView(
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                data=tensor.contiguous().view(torch.uint8).numpy().data,
-            )
-            for name, tensor in tensors.items()
-            if tensor is not None
-        }
-        metadata = {"kind": norm.kind, "eps": repr(norm.eps), "fingerprint": run.spec.fingerprint}
-        run.store.create(names.FINAL_NORM, b"".join(codec.encode(views, metadata)))
+        store_final_norm(run.store, self._model.final_norm(), run.spec.fingerprint)
 
     def _author(self) -> Author:
         if self._model is None:
@@ -328,17 +345,3 @@ def _expect(kind: type[_Step], value: object) -> _Step:
         msg = f"{type(value).__name__} came where {kind.__name__} was due; this is a bug"
         raise TypeError(msg)
     return value
-
-
-def software_versions(device: torch.device) -> dict[str, str]:
-    """Versions that may change a result's last bits; they stand in every record."""
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    try:
-        versions["swathe"] = version("swathe")
-    except PackageNotFoundError:
-        versions["swathe"] = "source tree"
-    versions["python"] = platform.python_version()
-    if device.type == "cuda":
-        versions["cuda"] = str(torch.version.cuda)
-        versions["device"] = torch.cuda.get_device_name(device)
-    return versions

@@ -18,13 +18,17 @@ _STAGES: dict[Place, Stage] = {"computing": "compute", "storing": "store", "sett
 class Flight:
     """One claimed range on its way through the worker. ``load`` is what the next stage needs, and no longer."""
 
-    __slots__ = ("book", "claimed_s", "job", "lease", "load", "place", "since_s")
+    __slots__ = (
+        "book", "care", "claimed_s", "failures", "history", "job", "lease", "load", "place", "since_s",
+    )  # fmt: skip
 
     def __init__(self, lease: Lease, job: RangeJob, book: Leases) -> None:
         self.lease = lease
         self.job = job
         self.book = book
         self.load: object = None
+        self.care: Literal["", "alone", "apart"] = ""
+        self.failures, self.history = lease.failures, lease.history
         self.place: Place = "claimed"
         self.claimed_s = self.since_s = time.monotonic()
 

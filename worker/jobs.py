@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,7 @@ from rq.utils import now, utcformat
 from swathe import log
 from swathe.errors import QueueError, RefusedJobError
 from swathe.queue import Back, Lease, Leases, connect, new_execution, parse, redis_errors
+from worker.activity import Activity
 from worker.contract import Hooks, RangeWork, WorkerOptions
 from worker.flights import UNSTARTED, Flight, Flights
 from worker.idle import Idle
@@ -65,10 +66,17 @@ class RangeWorker(SimpleWorker):
         self._unserved: dict[str, str] = {}
         self._redis_pause_s = 0.0
         self.birth_date = self.last_heartbeat = now()
+        self.ticked_s = time.monotonic()
+        """When the loop last looked for work."""
         self._held = Flights()
         self._idle = Idle(connection, self._options, self._hooks)
         self.pipeline = Pipeline(
-            work, self._held, self._options, on_fatal=self._on_fatal, on_mismatch=self._on_mismatch
+            work,
+            self._held,
+            self._options,
+            on_fatal=self._on_fatal,
+            on_mismatch=self._on_mismatch,
+            on_outcome=self._hooks.outcome,
         )
         self._keeper = self._new_keeper(redis_url)
 
@@ -134,6 +142,16 @@ class RangeWorker(SimpleWorker):
         """Begin an orderly end, as SIGTERM does."""
         self._stop_event.set()
 
+    def activity(self, *, loading: Callable[[], bool], blocked: Callable[[], bool]) -> Activity:
+        """The clock of this worker's time: loading a model, blocked by its store, or what its ranges say."""
+        return Activity(
+            self._held,
+            self.pipeline,
+            max_flights=self._options.jobs_in_flight,
+            loading=loading,
+            blocked=blocked,
+        )
+
     def progress(self) -> None:
         """The engine calls this whenever it moved (a batch, a loaded block), for the watchdog."""
         self.pipeline.progress()
@@ -146,8 +164,11 @@ class RangeWorker(SimpleWorker):
 
     def _turn(self) -> None:
         """One look for work."""
+        self.ticked_s = time.monotonic()
         pause_s = self.pipeline.backoff_s
-        if pause_s > 0:
+        if self.pipeline.apart:
+            self._stop_event.wait(0.2)
+        elif pause_s > 0:
             self._stop_event.wait(min(pause_s, 1.0))
         elif self._held.wait_for_room(self._options.jobs_in_flight, 0.2):
             try:
@@ -255,12 +276,8 @@ class RangeWorker(SimpleWorker):
             self._events.warning("farewell not said", error=str(error))
 
     def _give_back(self, flights: list[Flight]) -> None:
-        if not flights:
-            return
-        book = flights[0].book
         reason: Back = "drain" if self._fatal is None else "worker"
-        leases = [flight.lease for flight in flights]
-        self.pipeline.outbox.put(lambda: _ignore(book.hand_back(leases, reason)))
+        self.pipeline.give_back(flights, reason)
 
     def _beat(self, connection: Redis, about: dict[str, Any]) -> None:
         """Everything about this worker, again at each beat: a flushed or restarted Redis knows it at once."""
@@ -285,7 +302,3 @@ class RangeWorker(SimpleWorker):
             worker_registration.register(self, pipe)
             pipe.set(about_key(self.name), json.dumps(about, default=str), ex=ttl_s)
             pipe.execute()
-
-
-def _ignore(_value: object) -> None:
-    return None

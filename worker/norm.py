@@ -12,7 +12,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
+from swathe import codec, names
 from swathe.errors import ModelError
+from swathe.store import Store
 
 NormKind = Literal["rms", "rms_1p", "layernorm"]
 """``rms``: x / rms(x) * w. ``rms_1p``: x / rms(x) * (1 + w). ``layernorm``: (x - mean) / std * w + b."""
@@ -99,3 +101,19 @@ _FORMULAS: Final[dict[NormKind, _Formula]] = {
     "rms_1p": lambda x, w, b, eps: _rms(x, eps) * (1 + w) + b,
     "layernorm": lambda x, w, b, eps: nn.functional.layer_norm(x, w.shape, w, b, eps),
 }
+
+
+def store_final_norm(store: Store, norm: FinalNorm, fingerprint: str) -> None:
+    """Keep the norm beside a run's states; one that is there stays."""
+    tensors = {"weight": norm.weight_H, "bias": norm.bias_H}
+    views = {
+        name: codec.TensorView(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            data=tensor.contiguous().view(torch.uint8).numpy().data,
+        )
+        for name, tensor in tensors.items()
+        if tensor is not None
+    }
+    metadata = {"kind": norm.kind, "eps": repr(norm.eps), "fingerprint": fingerprint}
+    store.create(names.FINAL_NORM, b"".join(codec.encode(views, metadata)))

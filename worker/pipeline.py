@@ -1,52 +1,37 @@
 """A range's way through the worker: read thread -> one compute thread -> upload threads -> outbox.
 
 Nothing waits for a stage but the one before it, and the number of ranges held bounds every queue between them.
+
+A range whose budget is spent goes the same way with care (``worker.budget``): its samples are computed one by one, in
+this process after errors, in processes made to die after deaths. Meanwhile the worker holds no other range.
 """
 
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from swathe import log
 from swathe.errors import (
-    ConfigError,
-    FormatError,
-    ModelError,
+    NoSpaceError,
+    PoisonRangeError,
     QueueError,
-    RefusedJobError,
-    RunMismatchError,
-    SwatheError,
     WorkerError,
 )
-from swathe.queue import Back
+from swathe.queue import Back, Lease, Leases
+from worker.budget import judge, why
 from worker.contract import STORED, RangeWork, WorkerOptions
-from worker.flights import Flight, Flights
+from worker.faults import brief, classify
+from worker.flights import UNSTARTED, Flight, Flights
 from worker.outbox import Outbox
-
-Kind = Literal["infrastructure", "mismatch", "refused", "worker", "range"]
 
 _NEXT_RANGE_S = 0.1
 """How long a range on the device waits for company before it is finished alone."""
 _FIRST_BACKOFF_S = 0.5
 _LONGEST_BACKOFF_S = 30.0
-
-
-def classify(error: BaseException) -> Kind:
-    """Whose fault an error is."""
-    if isinstance(error, RefusedJobError):
-        return "refused"
-    if isinstance(error, RunMismatchError | ModelError | ConfigError | FormatError):
-        # These depend on this node (its model, its software, its mounts): elsewhere the range may be fine, and a
-        # single ill-equipped node must not spend the budget of every range of the run.
-        return "mismatch"
-    if isinstance(error, WorkerError) or not isinstance(error, Exception):
-        return "worker"
-    if (isinstance(error, SwatheError) and error.retryable) or isinstance(error, OSError):
-        return "infrastructure"
-    return "range"
 
 
 class Pipeline:
@@ -60,12 +45,14 @@ class Pipeline:
         *,
         on_fatal: Callable[[BaseException], None],
         on_mismatch: Callable[[Flight, BaseException], None],
+        on_outcome: Callable[[str, str], None] = lambda _outcome, _error: None,
     ) -> None:
         self._work = work
         self._flights = flights
         self._options = options
         self._on_fatal = on_fatal
         self._on_mismatch = on_mismatch
+        self._on_outcome = on_outcome
         self._log: Any = log.get("worker")
         self._to_read: queue.SimpleQueue[Flight] = queue.SimpleQueue()
         self._to_compute: queue.SimpleQueue[Flight] = queue.SimpleQueue()
@@ -74,8 +61,12 @@ class Pipeline:
         self._failed_in_a_row: set[str] = set()
         self._backoff_s = 0.0
         self._backoff_until_s = 0.0
+        self.out_of_space = False
+        """Whether the last pause was for a full store."""
         self.progress_s = time.monotonic()
-        self._halted = False
+        self._halted = self._blamed = False
+        self.apart = False
+        """Whether a range is being isolated: this worker wants no other now."""
         self.done = 0
 
     def start(self) -> None:
@@ -123,10 +114,14 @@ class Pipeline:
     def _read(self, flight: Flight) -> None:
         if not self._flights.advance(flight, "reading"):
             return
-        reason = self._spent(flight)
-        if reason:
-            self._set_aside(flight, reason, flight.lease.history)
+        if self.apart:
+            self.give_back(self._flights.withdraw(UNSTARTED), "isolation")
             return
+        verdict = judge(flight.lease, self._options)
+        if verdict.set_aside:
+            self._set_aside(flight, verdict.set_aside)
+            return
+        flight.care = flight.care or verdict.care
         prepared = self._work.prepare(flight.job)
         if prepared is STORED:
             self._succeeded(flight)
@@ -140,6 +135,12 @@ class Pipeline:
         on_device: Flight | None = None
         while True:
             flight = self._next_to_compute(on_device)
+            if flight is not None and flight.care:
+                if on_device is not None:
+                    self._guarded(on_device, self._finish)
+                    on_device = None
+                self._guarded(flight, self._compute_with_care)
+                continue
             began = flight is not None and self._guarded(flight, self._compute)
             if on_device is not None:
                 self._guarded(on_device, self._finish)
@@ -155,6 +156,35 @@ class Pipeline:
             return None
 
     def _compute(self, flight: Flight) -> bool:
+        if not self._begin(flight):
+            return False
+        prepared, flight.load = flight.load, None
+        flight.load = self._work.compute(prepared)
+        return True
+
+    def _compute_with_care(self, flight: Flight) -> None:
+        if not self._begin(flight):
+            return
+        prepared, flight.load = flight.load, None
+        self._log.warning(
+            "range computed sample by sample", job=flight.lease.job_id, how=flight.care,
+            why=why(flight.care, flight.lease, flight.failures),
+        )  # fmt: skip
+        if flight.care == "alone":
+            flight.load = self._work.compute_alone(prepared)
+            self._hand_on(flight)
+            return
+        self.apart = True
+        try:
+            self.give_back(self._flights.withdraw(UNSTARTED), "isolation")
+            self._work.compute_apart(flight.job)
+        finally:
+            self.apart = False
+        if self._flights.advance(flight, "storing"):
+            self._succeeded(flight)
+
+    def _begin(self, flight: Flight) -> bool:
+        """Say that the range goes onto the device now; False when it is no longer ours."""
         if self._halted or not self._flights.advance(flight, "computing"):
             return False
         self.progress()
@@ -166,19 +196,21 @@ class Pipeline:
         if not held:
             self._flights.remove(flight)
             self._log.warning("lease lost before compute, range dropped", job=flight.lease.job_id)
-            return False
-        prepared, flight.load = flight.load, None
-        flight.load = self._work.compute(prepared)
-        return True
+            self._on_outcome("lost", "")
+        return held
 
     def _finish(self, flight: Flight) -> bool:
         started, flight.load = flight.load, None
         flight.load = self._work.finish(started)
+        return self._hand_on(flight)
+
+    def _hand_on(self, flight: Flight) -> bool:
         self.progress()
         if self._flights.advance(flight, "storing"):
             self._to_store.put(flight)
             return True
         self._log.warning("lease lost during compute, result dropped", job=flight.lease.job_id)
+        self._on_outcome("lost", "")
         return False
 
     def _store(self, flight: Flight) -> None:
@@ -207,19 +239,10 @@ class Pipeline:
 
         self.outbox.put(settle)
 
-    def _spent(self, flight: Flight) -> str:
-        """Why the range must not be tried again, or nothing."""
-        lease, options = flight.lease, self._options
-        if lease.failures >= options.max_failures:
-            return f"raised {lease.failures} times"
-        if lease.deaths >= options.max_deaths:
-            return f"{lease.deaths} processes died with it on their device"
-        if lease.bystander_deaths >= options.max_bystander_deaths:
-            return f"{lease.bystander_deaths} processes died while they held it"
-        return ""
-
-    def _set_aside(self, flight: Flight, reason: str, history: tuple[str, ...]) -> None:
+    def _set_aside(self, flight: Flight, reason: str) -> None:
+        history = flight.history
         self._work.set_aside(flight.job, reason, history)
+        self._on_outcome("set_aside", reason)
         self._log.error(
             "range set aside; the run goes on without it, `swathe retry` brings it back",
             job=flight.lease.job_id, reason=reason, last=history[-1] if history else "",
@@ -233,7 +256,7 @@ class Pipeline:
 
     def _settle_error(self, flight: Flight, error: BaseException) -> None:
         kind = classify(error)
-        place = flight.place
+        blamed = kind == "worker" and self._blame(flight)
         if kind == "worker":
             self._halt(error)
         if not self._flights.advance(flight, "settling"):
@@ -242,15 +265,35 @@ class Pipeline:
             self._back_off(flight, error)
         elif kind == "mismatch":
             self._on_mismatch(flight, error)
+            self._on_outcome("handed_back", brief(error))
             self.hand_back(flight, "mismatch")
         elif kind == "refused":
             self._refuse(flight, str(error))
         elif kind == "worker":
-            # The one range on the device when it broke may be why.
-            death = f"worker {flight.book.worker}: {_brief(error)}" if place == "computing" else ""
+            death = f"worker {flight.book.worker}: {brief(error)}" if blamed else ""
+            self._on_outcome("handed_back", brief(error))
             self.hand_back(flight, "worker", death=death)
+        elif flight.care:
+            self._give_up(flight, error)
         else:
             self._fail(flight, error)
+
+    def _blame(self, flight: Flight) -> bool:
+        """Whether this range counts the death: the one that was first on the device when it broke, and no other."""
+        on_device = [each for each in self._flights.snapshot() if each.place == "computing"]
+        if self._blamed or not on_device or on_device[0] is not flight:
+            return False
+        self._blamed = True
+        return True
+
+    def give_back(self, flights: Sequence[Flight], reason: Back) -> None:
+        """Ranges that left the table go to the front of their queues, in order, as soon as Redis answers."""
+        by_book: dict[Leases, list[Lease]] = {}
+        for flight in flights:
+            flight.load = None
+            by_book.setdefault(flight.book, []).append(flight.lease)
+        for book, leases in by_book.items():
+            self.outbox.put(partial(_hand_back, book, leases, reason))
 
     def hand_back(self, flight: Flight, reason: Back, *, death: str = "") -> None:
         """The range goes to the front of the queue as soon as Redis answers."""
@@ -263,6 +306,7 @@ class Pipeline:
 
     def _refuse(self, flight: Flight, reason: str) -> None:
         self._log.error("job refused and set aside", job=flight.lease.job_id, reason=reason)
+        self._on_outcome("refused", reason)
 
         def settle() -> None:
             flight.book.refuse(flight.lease, reason)
@@ -271,26 +315,33 @@ class Pipeline:
         self.outbox.put(settle)
 
     def _back_off(self, flight: Flight, error: BaseException) -> None:
-        self._backoff_s = min(max(self._backoff_s * 2, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
+        if time.monotonic() >= self._backoff_until_s:
+            # Ranges that fail together are one failure of the store, not several.
+            self._backoff_s = min(max(self._backoff_s * 2, _FIRST_BACKOFF_S), _LONGEST_BACKOFF_S)
         self._backoff_until_s = time.monotonic() + self._backoff_s
         self._log.warning(
             "store or network does not work; range handed back, no budget spent",
             job=flight.lease.job_id, error=str(error), pause_s=self._backoff_s,
         )  # fmt: skip
+        self.out_of_space = isinstance(error, NoSpaceError)
+        self._on_outcome("store_error", brief(error))
         self.hand_back(flight, "infrastructure")
 
     def _fail(self, flight: Flight, error: BaseException) -> None:
-        line = f"worker {flight.book.worker}: {_brief(error)}"
+        line = f"worker {flight.book.worker}: {brief(error)}"
         trace = "".join(traceback.format_exception(error))
         self._log.error("range failed", job=flight.lease.job_id, error=line, traceback=trace)
+        self._on_outcome("failed", brief(error))
         self._failed_in_a_row.add(flight.lease.job_id)
         suspicious = len(self._failed_in_a_row) >= self._options.max_failures_in_a_row
 
         def settle() -> None:
             answer = flight.book.fail(flight.lease, self._options.max_failures, line)
             if answer.held and answer.spent:
-                reason = f"raised {answer.failures} times"
-                self._later(lambda: self._set_aside(flight, reason, answer.history), flight)
+                flight.failures, flight.history = answer.failures, answer.history
+                flight.care, flight.load = "alone", None
+                if self._flights.advance(flight, "claimed"):
+                    self._to_read.put(flight)
                 return
             if not answer.held:
                 self._log.warning(
@@ -304,9 +355,17 @@ class Pipeline:
             self._halt(
                 WorkerError(
                     f"{len(self._failed_in_a_row)} ranges failed one after another on this worker and none"
-                    f" succeeded, the last with: {_brief(error)}; it stops so as not to spend every range's budget"
+                    f" succeeded, the last with: {brief(error)}; it stops so as not to spend every range's budget"
                 )
             )
+
+    def _give_up(self, flight: Flight, error: BaseException) -> None:
+        """Care did not help either: a durable marker, with all that was seen."""
+        seen = error.history if isinstance(error, PoisonRangeError) else (brief(error),)
+        flight.history += tuple(f"worker {flight.book.worker}: {line}" for line in seen)
+        before = why(flight.care, flight.lease, flight.failures)
+        reason = f"{before}, and could not be resolved sample by sample: {brief(error)}"
+        self._later(lambda: self._set_aside(flight, reason), flight)
 
     def _later(self, action: Callable[[], None], flight: Flight) -> None:
         """Do store work off the outbox's thread, which must stay free for acknowledgements."""
@@ -320,5 +379,5 @@ class Pipeline:
         threading.Thread(target=guarded, name="set-aside", daemon=True).start()
 
 
-def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _hand_back(book: Leases, leases: Sequence[Lease], reason: Back) -> None:
+    book.hand_back(leases, reason)

@@ -8,11 +8,34 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from swathe.codec import TensorView
-from swathe.spec import Quarantined, RangeId
+from swathe.spec import Layer, Quarantined, RangeId
+from worker.batch import Batch
 from worker.transfer import HostBuffer
+
+
+class StateModel(Protocol):
+    """What the engine needs of a model; ``worker.model.HiddenStateModel`` is the real one."""
+
+    layers: tuple[Layer, ...]
+    hidden_size: int
+
+    @property
+    def device(self) -> torch.device: ...  # noqa: D102 - see HiddenStateModel
+    @property
+    def dtype(self) -> torch.dtype: ...  # noqa: D102
+    @property
+    def can_pack(self) -> bool: ...  # noqa: D102
+    @property
+    def vocab_rows(self) -> int: ...  # noqa: D102
+    @property
+    def max_positions(self) -> int | None: ...  # noqa: D102
+    def forward(self, batch: Batch, ids: Sequence[Any]) -> torch.Tensor: ...  # noqa: D102
+    def reference(self, ids: Any) -> torch.Tensor: ...  # noqa: D102
+    def flops(self, lengths: Sequence[int]) -> float: ...  # noqa: D102
 
 
 class TokenRange(Protocol):

@@ -1,8 +1,10 @@
 """One worker process: its device, its work, its place in the fleet."""
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -20,6 +22,8 @@ from worker.contract import Hooks, WorkerOptions
 from worker.devices import CPU_UUID
 from worker.extraction import Extraction
 from worker.jobs import RangeWorker
+from worker.reporter import Reporter
+from worker.reports import Outlet
 from worker.telemetry import Telemetry
 
 _SWITCH_S: Final = 0.0005
@@ -27,66 +31,99 @@ _SWITCH_S: Final = 0.0005
 logger = log.get("worker")
 
 
-def serve(
-    settings: Settings,
-    redis_url: SecretStr,
-    *,
-    uuid: str,
-    name: str,
-    exit_when_idle_s: float | None,
-) -> int:
-    """Work until told to stop; returns the exit status.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A worker's place on its node. ``uuid`` is that of the one GPU that this process can see, or ``cpu``."""
 
-    ``uuid`` is that of the one GPU that this process can see, or ``cpu``; ``name`` is this worker's in the fleet, one
-    that no process had before.
-    """
+    uuid: str
+    name: str
+    """In the fleet; one that no process had before."""
+    report_fd: int | None = None
+    """The line to the supervisor, if there is one."""
+    metrics: str | None = None
+    """Address of the node's metrics."""
+
+
+def serve(
+    settings: Settings, redis_url: SecretStr, place: Place, *, exit_when_idle_s: float | None
+) -> int:
+    """Work until told to stop; returns the exit status."""
+    device = device_of(place.uuid)
+    telemetry = Telemetry()
+    work = Extraction(
+        name=place.name,
+        device=device,
+        device_id=place.uuid,
+        settings=settings,
+        telemetry=telemetry,
+    )
+    fleet = _Fleet(redis_url, place)
+    worker = RangeWorker(
+        redis_url,
+        work,
+        name=place.name,
+        roots=settings.store_roots,
+        options=WorkerOptions.from_settings(settings, exit_when_idle_s=exit_when_idle_s),
+        hooks=Hooks(
+            about=fleet.about,
+            rebuild=fleet.rebuild,
+            waits_for_buffer=work.waits_for_buffer,
+            outcome=telemetry.outcome,
+        ),
+    )
+    work.on_progress = worker.progress
+    fleet.reporter = _reporter(worker, work, telemetry, place)
+    fleet.reporter.start()
+    return worker.serve()
+
+
+def device_of(uuid: str) -> torch.device:
+    """The one device that this process may use."""
     device = torch.device("cpu" if uuid == CPU_UUID else "cuda:0")
     # A thread that computes in Python keeps the interpreter this long from the one that launches kernels.
     sys.setswitchinterval(_SWITCH_S)
     if device.type == "cpu":
         torch.set_num_threads(_threads())
-    telemetry = Telemetry()
-    work = Extraction(
-        name=name,
-        device=device,
-        device_id=uuid,
-        settings=settings,
-        telemetry=telemetry,
+    return device
+
+
+def _reporter(
+    worker: RangeWorker, work: Extraction, telemetry: Telemetry, place: Place
+) -> Reporter:
+    activity = worker.activity(
+        loading=lambda: telemetry.is_in("load"), blocked=work.waits_for_buffer
     )
-    fleet = _Fleet(redis_url, telemetry, uuid)
-    worker = RangeWorker(
-        redis_url,
-        work,
-        name=name,
-        roots=settings.store_roots,
-        options=WorkerOptions.from_settings(settings, exit_when_idle_s=exit_when_idle_s),
-        hooks=Hooks(
-            about=fleet.about, rebuild=fleet.rebuild, waits_for_buffer=work.waits_for_buffer
-        ),
+
+    def refresh() -> None:
+        work.note_free_space()
+        telemetry.put("store_retries", work.store_retries)
+
+    return Reporter(
+        telemetry,
+        activity,
+        uuid=place.uuid,
+        outlet=None if place.report_fd is None else Outlet(place.report_fd),
+        ticked_s=lambda: worker.ticked_s,
+        refresh=refresh,
     )
-    return worker.serve()
 
 
 class _Fleet:
     """What the worker loop asks of the rest of the process."""
 
-    def __init__(self, redis_url: SecretStr, telemetry: Telemetry, device_id: str) -> None:
+    def __init__(self, redis_url: SecretStr, place: Place) -> None:
         self._redis_url = redis_url
-        self._telemetry = telemetry
-        self._device_id = device_id
+        self._place = place
+        self.reporter: Reporter | None = None
 
     def about(self) -> Mapping[str, Any]:
         """What displays show of this worker."""
-        totals = self._telemetry.snapshot()
         return {
-            "device": self._device_id,
+            "device": self._place.uuid,
+            "node": socket.gethostname(),
+            "metrics": self._place.metrics,
             "pid": os.getpid(),
-            "samples": totals.samples,
-            "tokens": totals.tokens,
-            "padding_tokens": totals.padding_tokens,
-            "ranges": totals.ranges,
-            "written_bytes": totals.written_bytes,
-            "stage_seconds": {name: round(s, 3) for name, s in totals.stage_seconds.items()},
+            **(self.reporter.about() if self.reporter else {}),
         }
 
     def rebuild(self, run_id: RunId, url: str) -> bool:

@@ -15,6 +15,7 @@ from swathe.errors import IntegrityError, ObjectMissingError, SwatheError
 from swathe.records import read_record
 from swathe.spec import Quarantined, RangeId, RangeRecord, RunSpec, to_json
 from swathe.store import Store
+from worker.accounts import note_record
 from worker.ranges import TokenRange
 from worker.telemetry import Telemetry
 
@@ -97,13 +98,11 @@ class Sink:
             won = self._store.create(names.record(range_id), to_json(record))
         if not won:
             logger.info("another worker committed the range first", range_id=range_id)
+            self._telemetry.outcome("duplicate")
             if shard is not None:
                 self._store.delete(shard)
             return False
-        self._telemetry.count("samples", record.samples)
-        self._telemetry.count("tokens", record.tokens)
-        self._telemetry.count("written_bytes", size_bytes)
-        self._telemetry.count("ranges")
+        note_record(self._telemetry, record)
         return True
 
     def _encode(self, tokens: TokenRange, states: codec.TensorView) -> list[codec.Buffer]:

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 from swathe import log
 from worker.devices import Device
+from worker.node import ChildView
+from worker.reports import Inbox
 
 State = Literal["running", "waiting", "done", "given up"]
 
@@ -55,8 +57,10 @@ class _Child:
         self.state: State = "waiting"
         self.process: subprocess.Popen[bytes] | None = None
         self.present = True
+        self.kill_at_s = float("inf")
         self.failures = 0
         self.restarts = -1
+        self.deaths = 0
         self.started_s = 0.0
         self.start_at_s = 0.0
         self.last_code: int | None = None
@@ -66,8 +70,9 @@ class Supervisor:
     """``run`` keeps the workers alive until they are finished, given up or told to stop; returns the exit status.
 
     ``command`` makes the command line of a device's worker, which has to take the name given; ``on_death`` is told the
-    name of a worker that ended, so that its ranges need not wait for their leases to run out. ``devices`` lists the devices that should have a worker now, or None when
-    that cannot be told at the moment (nothing changes then).
+    name of a worker that ended, so that its ranges need not wait for their leases to run out. ``devices`` lists the
+    devices that should have a worker now, or None when that cannot be told at the moment (nothing changes then).
+    With an ``inbox`` each worker gets ``--report-fd`` behind its command: its line to this process.
     """
 
     def __init__(
@@ -78,8 +83,12 @@ class Supervisor:
         *,
         environment: Mapping[str, str] | None = None,
         on_death: Callable[[str], None] = lambda _name: None,
+        inbox: Inbox | None = None,
     ) -> None:
         self._command = command
+        self._inbox = inbox
+        self.ticked_s = time.monotonic()
+        """When the loop last came round."""
         self._on_death = on_death
         self._devices = devices
         self._options = options or SupervisorOptions()
@@ -96,6 +105,7 @@ class Supervisor:
             signal.signal(signal.SIGINT, self._on_signal)
         rescan_at_s = 0.0
         while not self._signals:
+            self._tick()
             if time.monotonic() >= rescan_at_s:
                 self._scan()
                 rescan_at_s = time.monotonic() + self._options.rescan_s
@@ -121,6 +131,27 @@ class Supervisor:
             for uuid, child in list(self._children.items())
         }
 
+    def views(self) -> list[ChildView]:
+        """Every device with its worker, for metrics and health checks."""
+        return [
+            ChildView(
+                uuid=uuid,
+                label=child.device.label,
+                device_name=child.device.name,
+                worker=child.name,
+                state=child.state,
+                running=child.process is not None,
+                restarts=max(0, child.restarts),
+                deaths=child.deaths,
+            )
+            for uuid, child in list(self._children.items())
+        ]
+
+    def _tick(self) -> None:
+        self.ticked_s = time.monotonic()
+        if self._inbox is not None:
+            self._inbox.drain()
+
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.stop()
 
@@ -145,6 +176,7 @@ class Supervisor:
                     "device vanished; its worker stops", device=uuid, label=child.device.label
                 )
                 child.present = False
+                child.kill_at_s = time.monotonic() + self._options.stop_s
                 if child.process is not None:
                     child.process.terminate()
 
@@ -152,23 +184,32 @@ class Supervisor:
         if child.process is not None:
             code = child.process.poll()
             if code is not None:
-                child.process, child.last_code = None, code
-                if code != 0:
-                    self._bury(child)
+                self._buried(child, code)
                 self._ended(child, code)
+            elif not child.present and time.monotonic() >= child.kill_at_s:
+                # A process in a call to a device that is gone does not hear SIGTERM.
+                child.kill_at_s = float("inf")
+                _signal_group(child.process, signal.SIGKILL, group=True)
         elif child.state == "waiting" and child.present and time.monotonic() >= child.start_at_s:
             self._start(child)
 
     def _start(self, child: _Child) -> None:
         child.name = worker_name(child.device.label)
         command = list(self._command(child.device, child.name))
+        fds: list[int] = []
+        if self._inbox is not None:
+            fds = [self._inbox.open(child.name, child.device.uuid)]
+            command += ["--report-fd", str(fds[0])]
         child.process = subprocess.Popen(
             command,
+            pass_fds=fds,
             env={**self._environment, **child.device.environment()},
             # A session of its own: Ctrl-C in a terminal reaches the supervisor only, which passes it on once.
             start_new_session=True,
             preexec_fn=_die_with_parent_hook() if self._options.die_with_parent else None,  # noqa: PLW1509
         )
+        if self._inbox is not None:
+            self._inbox.started(child.name)
         child.state = "running"
         child.started_s = time.monotonic()
         child.restarts += 1
@@ -176,6 +217,15 @@ class Supervisor:
             "worker started",
             device=child.device.uuid, worker=child.name, pid=child.process.pid, restarts=child.restarts,
         )  # fmt: skip
+
+    def _buried(self, child: _Child, code: int) -> None:
+        """Whatever follows, the process is gone."""
+        child.process, child.last_code = None, code
+        if self._inbox is not None:
+            self._inbox.ended(child.name)
+        if code != 0:
+            child.deaths += 1
+            self._bury(child)
 
     def _bury(self, child: _Child) -> None:
         try:
@@ -243,13 +293,12 @@ class Supervisor:
                 for child in running:
                     _signal_group(child.process, signal.SIGKILL, group=True)
                 end_s = float("inf")
+            self._tick()
             self._wake.clear()
             self._wake.wait(self._options.poll_s)
             for child in running:
                 if child.process is not None and (code := child.process.poll()) is not None:
-                    child.process, child.last_code = None, code
-                    if code != 0:
-                        self._bury(child)
+                    self._buried(child, code)
             running = [child for child in running if child.process is not None]
 
     def _exit_status(self) -> int:

@@ -53,12 +53,16 @@ class HostRing:
         self.pinned = pinned
         self._free = [HostBuffer(self) for _ in range(count)]
         self._changed = threading.Condition()
+        self.waiting = False
+        """Whether a range waits for a buffer now: the store is slower than the device."""
 
     def take(self, size_bytes: int) -> tuple[HostBuffer, float]:
         """A buffer of at least ``size_bytes``, and the seconds it was waited for."""
         started = time.monotonic()
         with self._changed:
+            self.waiting = not self._free
             self._changed.wait_for(lambda: self._free)
+            self.waiting = False
             buffer = self._free.pop()
             buffer.taken = True
         wait_s = time.monotonic() - started
@@ -134,6 +138,29 @@ class Copier:
 def timing_event() -> torch.cuda.Event:
     """A CUDA event that can be timed."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class Timer:
+    """Seconds of device work between its making and ``stop``, without waiting for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = (timing_event(), timing_event()) if device.type == "cuda" else None
+        self._clock_s = time.monotonic()
+        if self._events is not None:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """End of the timed work."""
+        self._clock_s = time.monotonic() - self._clock_s
+        if self._events is not None:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """The time between; waits for the device to get there."""
+        if self._events is None:
+            return self._clock_s
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1000
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from swathe.queue.ranges import queue_names
 from swathe.queue.scripts import Scripts
 
 Stage = Literal["read", "compute", "store"]
-Back = Literal["drain", "infrastructure", "mismatch", "worker"]
+Back = Literal["drain", "infrastructure", "isolation", "mismatch", "worker"]
 """Why a job is handed back; a counter of the fleet."""
 
 

@@ -160,9 +160,9 @@ def test_the_final_check_tells_states_of_another_layer(
     for path in shards(copy):
         with safe_open(path, "np") as shard:
             tensors = {name: codec.view(shard.get_tensor(name)) for name in shard.keys()}  # noqa: SIM118
-            states = shard.get_tensor("hidden_states")[:, [1, 0, 2]]
+            states, metadata = shard.get_tensor("hidden_states")[:, [1, 0, 2]], shard.metadata()
         path.write_bytes(
-            b"".join(codec.encode({**tensors, "hidden_states": codec.view(states)}, {}))
+            b"".join(codec.encode({**tensors, "hidden_states": codec.view(states)}, metadata))
         )
     bad = check_run(str(copy), model, samples=3, device=torch.device("cpu"))
     assert not bad.ok

@@ -40,6 +40,7 @@ BREAKS: Final = (
     "truncated answer",  # headers and half of the body, then an orderly end
     "altered request",  # one bit of the body differs
     "altered answer",  # one bit of the body differs
+    "wrong checksum",  # the answer's checksum header is another
     "slow",  # the answer comes after a pause
     "silence",  # the answer does not come in time
 )
@@ -163,6 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(SLOW_S if kind == "slow" else SILENCE_S)
         if kind == "altered answer" and answer:
             answer = _alter(answer)
+        if kind == "wrong checksum":
+            sums = {name for name, _ in headers if name.lower().startswith("x-amz-checksum-crc")}
+            headers = [(name, "AAAAAA==" if name in sums else value) for name, value in headers]
         half = kind in {"reset in answer", "truncated answer"}
         self._answer(status, headers, answer[: len(answer) // 2] if half else answer)
         if kind == "reset in answer":

@@ -78,13 +78,13 @@ def rows() -> Iterator[Row]:
     put = {"method": "PUT"}
     for kind, times in (
         ("slow down", 3), ("internal error", 3), ("bad gateway", 1), ("bad digest", 1), ("expired", 1),
-        ("reset in request", 2), ("lost answer", 1), ("altered request", 1), ("slow", 1), ("silence", 1),
+        ("reset in request", 2), ("lost answer", 1), ("altered request", 1), ("wrong checksum", 1), ("slow", 1), ("silence", 1),
     ):  # fmt: skip
         yield _row("write", kind, times, **put)
     part = put | {"path": PART, "after": 1}
     for kind, times in (
         ("slow down", 3), ("internal error", 1), ("bad digest", 1), ("expired", 2), ("reset in request", 2),
-        ("lost answer", 1), ("altered request", 1), ("silence", 1),
+        ("lost answer", 1), ("altered request", 1), ("wrong checksum", 1), ("silence", 1),
     ):  # fmt: skip
         yield _row("write in parts", kind, times, **part, name=f"part: {kind}")
     yield _row("write in parts", "slow down", 2, method="POST", path=START, name="start: slow down")
@@ -102,7 +102,14 @@ def rows() -> Iterator[Row]:
     for kind in ("slow down", "conflict", "lost answer", "reset in request", "silence"):
         yield _row("create", kind, 1, **put)
     get = {"method": "GET"}
-    for kind in ("slow down", "reset in answer", "truncated answer", "altered answer", "silence"):
+    for kind in (
+        "slow down",
+        "reset in answer",
+        "truncated answer",
+        "altered answer",
+        "wrong checksum",
+        "silence",
+    ):
         yield _row("read", kind, 2 if kind != "silence" else 1, **get)
     for kind in ("reset in answer", "truncated answer"):
         yield _row("read in parts", kind, 3, **get)

@@ -15,6 +15,7 @@ from swathe import codec, names
 from swathe.manifest import seal
 from swathe.spec import (
     Batching,
+    ComputeDtype,
     DatasetSpec,
     Layer,
     LayerSlot,
@@ -24,6 +25,7 @@ from swathe.spec import (
     RangeRecord,
     RunId,
     RunSpec,
+    StoredDtype,
     TokenFile,
     Totals,
     fingerprint,
@@ -43,7 +45,7 @@ class Recipe:
     samples: int = 40
     layers: tuple[Layer, ...] = (1, 3, 5, "final")
     hidden: int = 16
-    dtype: str = "bfloat16"
+    dtype: StoredDtype = "bfloat16"
     range_tokens: int = 64
     sort: bool = False
     rejected: tuple[int, ...] = (3,)
@@ -194,7 +196,7 @@ def _write_tokens(store: Store, ranges: list[list[int]], recipe: Recipe) -> RunS
 
 
 def _spec(recipe: Recipe, file: TokenFile, longest: int) -> RunSpec:
-    computed = "bfloat16" if recipe.dtype == "float8_e4m3fn" else recipe.dtype
+    computed: ComputeDtype = "bfloat16" if recipe.dtype == "float8_e4m3fn" else recipe.dtype
     spec = RunSpec(
         run_id=RunId("run-of-a-test"),
         fingerprint="",

@@ -1,0 +1,1 @@
+"""Grafana: dashboards as code; nothing here is imported by the product."""
