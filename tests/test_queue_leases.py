@@ -84,6 +84,20 @@ def test_expired_ranges_go_to_the_front_in_order_with_no_retry_spent(redis: Redi
     assert queue.requeued_counts(redis) == {"lease": 3}
 
 
+def test_a_range_that_left_the_device_is_not_blamed_for_a_death(redis: Redis):
+    enqueue(redis, 3)
+    dead, alive = leases(redis, "dead", lease_s=30), leases(redis, "alive")
+    first, second, third = (claim(dead) for _ in range(3))
+    assert dead.start(first)
+    assert dead.start(second, [first])
+    assert dead.release_worker() == (first.job_id, second.job_id, third.job_id)
+    assert [(each.deaths, each.bystander_deaths) for each in (claim(alive) for _ in range(3))] == [
+        (0, 1),
+        (1, 0),
+        (0, 1),
+    ]
+
+
 def test_a_renewed_lease_is_not_reaped(redis: Redis):
     enqueue(redis, 1)
     book = leases(redis)

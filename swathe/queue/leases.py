@@ -127,9 +127,15 @@ class Leases:
             )
         return Claim(state=state)
 
-    def start(self, lease: Lease) -> bool:
-        """Say that the range goes onto the device now; False when the lease was taken away."""
-        return bool(self._run("start", lua.START, lease.job_id, lease.execution_id, self.lease_s))
+    def start(self, lease: Lease, left: Iterable[Lease] = ()) -> bool:
+        """Say that the range goes onto the device now; False when the lease was taken away.
+
+        ``left`` are ranges that were on the device and are no more: a death is not theirs.
+        """
+        pairs = [part for each in left for part in (each.job_id, each.execution_id)]
+        return bool(
+            self._run("start", lua.START, lease.job_id, lease.execution_id, self.lease_s, *pairs)
+        )
 
     def renew(self, held: Iterable[tuple[Lease, Stage]]) -> frozenset[str]:
         """Renew all leases in one call; returns the execution ids that were taken away."""
