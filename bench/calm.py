@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import shutil
 import signal
 import subprocess
@@ -142,16 +143,19 @@ def server(program: str, folder: Path) -> Iterator[str]:
         process.wait()
 
 
-def command_s(url: str, *arguments: str) -> float:
-    """Seconds of one `swathe` command, the start of its process included."""
-    started = time.perf_counter()
+def command_s(url: str, *arguments: str) -> dict[str, float]:
+    """Seconds of one `swathe` command, by the clock and of its processor, the start of Python included."""
+    used, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(
         [sys.executable, "-m", "producer.cli", *arguments],
         env=os.environ | {"REDIS_URL": url},
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    return round(time.perf_counter() - started, 2)
+    seconds = time.perf_counter() - started
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return {"seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2)}
 
 
 def stats(client: Redis) -> dict[str, int]:
@@ -216,16 +220,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         row: dict[str, Any] = {
             "name": "calm", "ranges": options.ranges, "workers": options.workers,
             "memory_empty_bytes": empty["used_memory_bytes"],
-            "submit_s": command_s(url, "submit", store.url),
-            "submit_again_s": command_s(url, "submit", store.url),
-            "status_full_queue_s": command_s(url, "status", store.url, "--json"),
+            "submit": command_s(url, "submit", store.url),
+            "submit_again": command_s(url, "submit", store.url),
+            "status_full_queue": command_s(url, "status", store.url, "--json"),
         }  # fmt: skip
         row |= work_it_off(url, store.url, client, options)
         row["keys_left"] = sorted(
             key.decode() for key in client.scan_iter() if client.ttl(key) == -1
         )
         client.close()
-        row["status_all_stored_s"] = command_s(url, "status", store.url, "--json")
+        row["status_all_stored"] = command_s(url, "status", store.url, "--json")
     records = sum(1 for _ in (folder / "run" / names.STATES).iterdir())
     assert records == options.ranges, f"{records} records"
     return row

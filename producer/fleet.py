@@ -48,11 +48,12 @@ class Fleet:
     def view(self, state: RunState) -> QueueView:
         """What the queue and the workers say, without side effects."""
         known = self._queue.known_ranges(self.spec.run_id)
+        anywhere = known.all
         workers = queue.live_workers(self.connection)
         return QueueView(
             queued=len(known.queued),
             started=len(known.running),
-            lost=tuple(range_id for range_id in state.missing if range_id not in known.all),
+            lost=tuple(range_id for range_id in state.missing if range_id not in anywhere),
             paused=self.spec.run_id in queue.paused_runs(self.connection),
             workers=tuple({"name": name, **said} for name, said in sorted(workers.items())),
             warnings=tuple(queue.policy_warnings(self.connection)),

@@ -84,6 +84,20 @@ def test_expired_ranges_go_to_the_front_in_order_with_no_retry_spent(redis: Redi
     assert queue.requeued_counts(redis) == {"lease": 3}
 
 
+def test_a_range_that_left_the_device_is_not_blamed_for_a_death(redis: Redis):
+    enqueue(redis, 3)
+    dead, alive = leases(redis, "dead", lease_s=30), leases(redis, "alive")
+    first, second, third = (claim(dead) for _ in range(3))
+    assert dead.start(first)
+    assert dead.start(second, [first])
+    assert dead.release_worker() == (first.job_id, second.job_id, third.job_id)
+    assert [(each.deaths, each.bystander_deaths) for each in (claim(alive) for _ in range(3))] == [
+        (0, 1),
+        (1, 0),
+        (0, 1),
+    ]
+
+
 def test_a_renewed_lease_is_not_reaped(redis: Redis):
     enqueue(redis, 1)
     book = leases(redis)
@@ -259,7 +273,9 @@ def test_ranges_of_a_worker_that_is_known_to_be_dead_come_back_at_once(redis: Re
     held = [claim(dead) for _ in range(3)]
     other = claim(alive)
     dead.start(held[0])
+    redis.set(names.worker_key("dead"), "{}")
     assert queue.release_dead_worker(redis, "dead") == tuple(names.job(RUN, i) for i in range(3))
+    assert queue.live_workers(redis) == {}
     assert waiting(redis) == [names.job(RUN, i) for i in range(3)]
     assert (claim(alive).deaths, claim(alive).bystander_deaths) == (1, 1)
     assert queue.release_dead_worker(redis, "dead") == ()

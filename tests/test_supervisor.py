@@ -26,19 +26,23 @@ QUICK = {"first_pause_s": 0.05, "rescan_s": 0.1, "poll_s": 0.02, "stop_s": 5.0}
 
 
 class Supervised:
-    def __init__(self, script, found, **options):
-        self.found = found
+    def __init__(self, script, found, *, stored=False, **options):
+        self.found, self.stored = found, stored
         self.dead = []
         command = [sys.executable, "-c", script]
         self.supervisor = Supervisor(
             lambda _device, name: [*command, name],
             lambda: self.found,
             SupervisorOptions(**(QUICK | options)),
-            on_death=self.dead.append,
+            on_death=self._bury,
         )
         self.code = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
+
+    def _bury(self, name):
+        self.dead.append(name)
+        return self.stored
 
     def _run(self):
         self.code = self.supervisor.run()
@@ -123,6 +127,13 @@ def test_a_long_life_forgives_earlier_failures(tmp_path):
         script(tmp_path, "time.sleep(0.2); sys.exit(1)"), GPUS[:1], max_failures=2, healthy_s=0.1
     )
     wait_for(lambda: starts(tmp_path, "GPU-aa") >= 4)
+    run.stop()
+
+
+def test_a_device_whose_workers_store_ranges_before_they_die_is_not_given_up(tmp_path):
+    run = Supervised(script(tmp_path, "sys.exit(1)"), GPUS[:1], stored=True, max_failures=2)
+    wait_for(lambda: starts(tmp_path, "GPU-aa") >= 4)
+    assert run.states()["GPU-aa"] != "given up"
     run.stop()
 
 

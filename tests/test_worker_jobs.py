@@ -32,7 +32,9 @@ def test_every_range_is_stored_once_and_nothing_is_left(redis, redis_url, work):
     ranges = enqueue(redis, 40)
     running = Running(new_worker(redis_url, work))
     until_done(ranges)
+    assert 0 < queue.acknowledged_by(redis, "w1") <= 40
     assert running.stop() == 0
+    assert 0 < queue.acknowledged_by(redis, "w1") <= 40
     assert work.records() == list(range(40))
     assert set(work.computed().values()) == {1}
     # A worker that was idle for a moment leaves the lock of its last rebuild, which goes by itself.
@@ -346,10 +348,10 @@ def test_pause_and_resume_while_working(redis, redis_url, tmp_path):
 
 
 def test_what_a_worker_says_about_itself(redis, redis_url, tmp_path):
-    work = FakeWork(tmp_path, faults={"compute:0": "slow"})
+    work = FakeWork(tmp_path, faults={"compute:0": "hang"})
     enqueue(redis, 1)
     hooks = Hooks(about=lambda: {"device": "cpu", "samples": 3})
-    running = Running(new_worker(redis_url, work, hooks=hooks))
+    running = Running(new_worker(redis_url, work, hooks=hooks, drain_s=0.5))
     said = wait_for(
         lambda: (found := queue.live_workers(redis).get("w1")) and found["range"] and found
     )

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from swathe import log
 from swathe.errors import ConfigError, SwatheError
-from swathe.queue import connect, release_dead_worker
+from swathe.queue import acknowledged_by, connect, release_dead_worker
 from swathe.settings import Settings, read_settings
 
 _STOP_GRACE_S: Final = 15.0
@@ -56,7 +56,6 @@ def supervise(
     connection = connect(_redis_url(settings), retries=1)
     inbox = Inbox()
     node = Node(inbox, GpuMonitor(GpuReader([])))
-    advertised = node.serve(settings)
 
     def wanted() -> list[inventory.Device] | None:
         present = [] if devices == "cpu" else inventory.present_devices()
@@ -64,11 +63,10 @@ def supervise(
             return None
         return inventory.choose(devices, inventory.visible(present, os.environ))
 
+    serve = _serve_options(exit_when_idle, node.serve(settings))
+
     def command(device: inventory.Device, name: str) -> list[str]:
-        serve = [sys.executable, "-P", "-m", "worker.cli", "serve", device.uuid, name]
-        if exit_when_idle is not None:
-            serve += ["--exit-when-idle", str(exit_when_idle)]
-        return serve if advertised is None else [*serve, "--metrics", advertised]
+        return [sys.executable, "-P", "-m", "worker.cli", "serve", device.uuid, name, *serve]
 
     options = SupervisorOptions(
         restart_finished=exit_when_idle is None,
@@ -76,8 +74,9 @@ def supervise(
         die_with_parent=True,
     )
 
-    def bury(name: str) -> None:
+    def bury(name: str) -> bool:
         release_dead_worker(connection, name)
+        return acknowledged_by(connection, name) > 0
 
     supervisor = Supervisor(command, wanted, options, on_death=bury, inbox=inbox)
     node.follow(supervisor.views, lambda: supervisor.ticked_s)
@@ -85,6 +84,12 @@ def supervise(
         raise typer.Exit(supervisor.run())
     finally:
         node.close()
+
+
+def _serve_options(exit_when_idle: float | None, metrics: str | None) -> list[str]:
+    """What every worker of this node is told."""
+    idle = [] if exit_when_idle is None else ["--exit-when-idle", str(exit_when_idle)]
+    return idle if metrics is None else [*idle, "--metrics", metrics]
 
 
 @app.command("serve", hidden=True)

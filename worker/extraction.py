@@ -166,7 +166,7 @@ class Extraction:
 
     def _computed(self, run: OpenRun, states: RangeStates, canary: CanaryRecord | None) -> Computed:
         accounts.note_states(self._telemetry, states)
-        computed = Computed(run=run, states=states, canary=canary)
+        computed = Computed(run=run, states=states, canary=canary, author=self._author())
         # A range whose lease was lost is dropped without a word: its buffer must come back all the same.
         weakref.finalize(computed, accounts.let_go, self._telemetry, states)
         return computed
@@ -181,7 +181,7 @@ class Extraction:
                 states.samples,
                 states.hidden_states if states.samples.count else None,
                 states.quarantined,
-                self._author(),
+                computed.author,
                 states.stats.stage_seconds,
             )
         finally:

@@ -70,7 +70,11 @@ class RangeWorker(SimpleWorker):
         """When the loop last looked for work."""
         self._held = Flights()
         self._idle = Idle(connection, self._options, self._hooks)
-        self.pipeline = Pipeline(
+        self.pipeline = self._new_pipeline(work)
+        self._keeper = self._new_keeper(redis_url)
+
+    def _new_pipeline(self, work: RangeWork) -> Pipeline:
+        return Pipeline(
             work,
             self._held,
             self._options,
@@ -78,7 +82,6 @@ class RangeWorker(SimpleWorker):
             on_mismatch=self._on_mismatch,
             on_outcome=self._hooks.outcome,
         )
-        self._keeper = self._new_keeper(redis_url)
 
     def _new_keeper(self, redis_url: str | SecretStr) -> Keeper:
         keeper = Keeper(

@@ -64,6 +64,7 @@ class Pipeline:
         self.out_of_space = False
         """Whether the last pause was for a full store."""
         self.progress_s = time.monotonic()
+        self._left_device: list[Lease] = []
         self._halted = self._blamed = False
         self.apart = False
         """Whether a range is being isolated: this worker wants no other now."""
@@ -189,7 +190,8 @@ class Pipeline:
             return False
         self.progress()
         try:
-            held = flight.book.start(flight.lease)
+            held = flight.book.start(flight.lease, self._left_device)
+            self._left_device.clear()
         except QueueError:
             # Redis is away: nobody can take the range from us now, and its record will be exclusive.
             held = True
@@ -206,6 +208,7 @@ class Pipeline:
 
     def _hand_on(self, flight: Flight) -> bool:
         self.progress()
+        self._left_device.append(flight.lease)
         if self._flights.advance(flight, "storing"):
             self._to_store.put(flight)
             return True

@@ -7,7 +7,7 @@ from swathe.store import Store
 from swathe.tokens import TokenReader
 from worker.engine import Engine, StartedRange
 from worker.ranges import RangeStates, TokenRange
-from worker.sink import Sink
+from worker.sink import Author, Sink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,3 +45,5 @@ class Computed:
     run: OpenRun
     states: RangeStates
     canary: CanaryRecord | None
+    author: Author
+    """Of the model that computed it, which may be gone when the range is stored."""

@@ -70,7 +70,8 @@ class Supervisor:
     """``run`` keeps the workers alive until they are finished, given up or told to stop; returns the exit status.
 
     ``command`` makes the command line of a device's worker, which has to take the name given; ``on_death`` is told the
-    name of a worker that ended, so that its ranges need not wait for their leases to run out. ``devices`` lists the
+    name of a worker that ended, so that its ranges need not wait for their leases to run out, and answers whether that
+    worker had stored any: then its device works, and the failure is the first in a row. ``devices`` lists the
     devices that should have a worker now, or None when that cannot be told at the moment (nothing changes then).
     With an ``inbox`` each worker gets ``--report-fd`` behind its command: its line to this process.
     """
@@ -82,7 +83,7 @@ class Supervisor:
         options: SupervisorOptions | None = None,
         *,
         environment: Mapping[str, str] | None = None,
-        on_death: Callable[[str], None] = lambda _name: None,
+        on_death: Callable[[str], bool] = lambda _name: False,
         inbox: Inbox | None = None,
     ) -> None:
         self._command = command
@@ -229,7 +230,8 @@ class Supervisor:
 
     def _bury(self, child: _Child) -> None:
         try:
-            self._on_death(child.name)
+            if self._on_death(child.name):
+                child.failures = 0
         except Exception as error:  # noqa: BLE001 - a help, not a duty
             self._log.warning(
                 "ranges of the dead worker wait for their leases to run out",

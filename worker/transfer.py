@@ -19,12 +19,15 @@ import torch
 
 
 class HostBuffer:
-    """One buffer of the ring; ``release`` gives it back, once, from any thread."""
+    """One taking of the ring's memory; ``release`` gives it back, from any thread, and only the first time.
 
-    def __init__(self, ring: "HostRing") -> None:
+    A new object for each taking: a late second release must not give away what belongs to the next range by then.
+    """
+
+    def __init__(self, ring: "HostRing", memory: torch.Tensor) -> None:
         self._ring = ring
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self.taken = False
+        self._bytes = memory
+        self._released = threading.Lock()
 
     def reserve(self, size_bytes: int) -> None:
         """Grow to at least ``size_bytes``; the contents are lost. Ranges are alike, so this ends after a few."""
@@ -43,7 +46,8 @@ class HostBuffer:
 
     def release(self) -> None:
         """Give the buffer back to its ring; nothing may read its views afterwards."""
-        self._ring.put_back(self)
+        if self._released.acquire(blocking=False):
+            self._ring.put_back(self._bytes)
 
 
 class HostRing:
@@ -51,7 +55,7 @@ class HostRing:
 
     def __init__(self, count: int, *, pinned: bool) -> None:
         self.pinned = pinned
-        self._free = [HostBuffer(self) for _ in range(count)]
+        self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(count)]
         self._changed = threading.Condition()
         self.waiting = False
         """Whether a range waits for a buffer now: the store is slower than the device."""
@@ -63,8 +67,7 @@ class HostRing:
             self.waiting = not self._free
             self._changed.wait_for(lambda: self._free)
             self.waiting = False
-            buffer = self._free.pop()
-            buffer.taken = True
+            buffer = HostBuffer(self, self._free.pop())
         wait_s = time.monotonic() - started
         try:
             buffer.reserve(size_bytes)
@@ -73,13 +76,11 @@ class HostRing:
             raise
         return buffer, wait_s
 
-    def put_back(self, buffer: HostBuffer) -> None:
-        """Make a buffer free again; a second time does nothing."""
+    def put_back(self, memory: torch.Tensor) -> None:
+        """Make a buffer's memory free again."""
         with self._changed:
-            if buffer.taken:
-                buffer.taken = False
-                self._free.append(buffer)
-                self._changed.notify()
+            self._free.append(memory)
+            self._changed.notify()
 
     @property
     def free(self) -> int:

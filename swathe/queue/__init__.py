@@ -12,6 +12,7 @@ from swathe.queue.leases import (
     Leases,
     Reaped,
     Stage,
+    acknowledged_by,
     new_execution,
     release_dead_worker,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "Reaped",
     "Stage",
     "absolute_run_url",
+    "acknowledged_by",
     "connect",
     "describe",
     "encode",

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from redis import Redis
+from rq.defaults import RQ_KEY_PREFIX
 
+from swathe import names
 from swathe.queue import lua_leases as lua
 from swathe.queue.connection import redis_errors
 from swathe.queue.keys import QueueKeys
@@ -125,9 +127,15 @@ class Leases:
             )
         return Claim(state=state)
 
-    def start(self, lease: Lease) -> bool:
-        """Say that the range goes onto the device now; False when the lease was taken away."""
-        return bool(self._run("start", lua.START, lease.job_id, lease.execution_id, self.lease_s))
+    def start(self, lease: Lease, left: Iterable[Lease] = ()) -> bool:
+        """Say that the range goes onto the device now; False when the lease was taken away.
+
+        ``left`` are ranges that were on the device and are no more: a death is not theirs.
+        """
+        pairs = [part for each in left for part in (each.job_id, each.execution_id)]
+        return bool(
+            self._run("start", lua.START, lease.job_id, lease.execution_id, self.lease_s, *pairs)
+        )
 
     def renew(self, held: Iterable[tuple[Lease, Stage]]) -> frozenset[str]:
         """Renew all leases in one call; returns the execution ids that were taken away."""
@@ -206,11 +214,23 @@ class Leases:
 
 
 def release_dead_worker(connection: Redis, worker: str) -> tuple[str, ...]:
-    """Return the ranges of a worker whose process has ended, in all queues; the caller must have seen it end."""
+    """Return the ranges of a worker whose process has ended, in all queues, and show it no more.
+
+    The caller must have seen it end.
+    """
     back: tuple[str, ...] = ()
     for queue in queue_names(connection):
         back += Leases(connection, queue, worker, lease_s=1.0).release_worker()
+    with redis_errors(f"farewell of the dead worker {worker}"):
+        connection.delete(names.worker_key(worker))
     return back
+
+
+def acknowledged_by(connection: Redis, worker: str) -> int:
+    """How many ranges a worker has acknowledged, live or dead for less than a minute."""
+    with redis_errors(f"what worker {worker} has done"):
+        found: Any = connection.hget(f"{RQ_KEY_PREFIX}:worker:{worker}", "successful_job_count")
+    return int(found or 0)
 
 
 def new_execution() -> str:

@@ -87,9 +87,13 @@ return {'again'}
 
 START: Final = """
 -- Say that the range goes onto the device now: if the process dies from here on, it is this range's death.
--- ARGV: 1 job id  2 execution id  3 lease s
+-- Ranges that left the device since the last call are its death no longer.
+-- ARGV: 1 job id  2 execution id  3 lease s  then pairs of those that left: job id, execution id
 -- Answer: 1, or 0 when the lease was taken away
 local id, ex = ARGV[1], ARGV[2]
+for i = 4, #ARGV, 2 do
+  if owned(ARGV[i], ARGV[i + 1]) then redis.call('HSET', execution_key(ARGV[i], ARGV[i + 1]), 'stage', 'store') end
+end
 if not owned(id, ex) then return 0 end
 redis.call('HSET', execution_key(id, ex), 'stage', 'compute')
 redis.call('ZADD', LEASES, server_time() + tonumber(ARGV[3]), id .. ':' .. ex)

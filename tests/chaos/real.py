@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ from worker.extraction import Extraction
 from worker.telemetry import Telemetry
 
 ROWS = 160
+_CALM = threading.Lock()
+"""Random weights come from torch's one generator: fleets that are made at once would disturb each other's."""
 CONFIG = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
@@ -100,7 +103,8 @@ class RealFleet:
         spec = dataclasses.replace(spec, policies=policies)
         self.spec = dataclasses.replace(spec, fingerprint=fingerprint(spec))
         self.store.write(names.RUN, [to_json(self.spec, indent=1)])
-        self.calm = calm_states(self.store)
+        with _CALM:
+            self.calm = calm_states(self.store)
         self.watcher = RunWatcher(self.store, self.spec)
         self._redis_folder = Path(tempfile.mkdtemp(prefix="swathe-"))
         self.server = RedisServer(self._redis_folder, "--appendonly", "yes" if persistent else "no")

@@ -174,6 +174,8 @@ def mixture(seconds: float, compute_s: float = 0.08) -> Callable[[ChaosFleet], N
     def run(fleet: ChaosFleet) -> None:
         fleet.times["compute_s"] = compute_s
         fleet.start()
+        # A run that no worker has seen when Redis is flushed is known to nobody but its producer.
+        fleet.wait(fleet.stored(5), 60)
         end = time.monotonic() + seconds
         while time.monotonic() < end and len(fleet.work.records()) < fleet.total - 10:
             pause(fleet, 0.5, 2.0)

@@ -100,7 +100,8 @@ class Prometheus:
 
     def ready(self) -> bool:
         try:
-            return bool(self.get("status/runtimeinfo"))
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=5):
+                return True
         except OSError:
             return False
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+from typing import get_args
 
 import pytest
 from fleet import enqueue
 
 from producer.exporter import Exporter
 from producer.runs import Runs
-from swathe import names, queue
+from swathe import metrics, names, queue
 from swathe.manifest import seal
 from swathe.queue import Leases, connect, new_execution
 from swathe.settings import Settings
@@ -63,6 +64,11 @@ def test_queue_workers_and_requeues(redis):
     assert found["swathe_redis_durable",] == 0
     assert found["swathe_redis_may_evict",] == 0
     assert ("swathe_redis_memory_max_bytes",) not in found
+
+
+def test_every_reason_for_a_requeue_is_shown():
+    ours = set(get_args(queue.Back)) | {"error", "death", "lease"}
+    assert set(metrics.REQUEUE_REASONS) == ours
 
 
 def test_progress_of_a_run_until_it_is_sealed(redis, store):

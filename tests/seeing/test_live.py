@@ -38,7 +38,7 @@ from worker.keeper import about_key
 
 pytestmark = pytest.mark.timeout(900)
 RULES = ROOT / "docker/prometheus/rules"
-ROWS = 5000
+ROWS = 3600
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Ranges computed sample by sample: who is quarantined, who is stored, and when the device is at fault."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tests.worker import tiny
 from worker.device_errors import breaks_device, device_errors
 from worker.engine import Engine
 from worker.ranges import RangeSamples
+from worker.vouching import vouched
 
 BAD = 77
 
@@ -128,3 +131,13 @@ def test_which_errors_break_a_device(error, sticky):
     expected = WorkerError if sticky else type(error)
     with pytest.raises(expected), device_errors():
         raise error
+
+
+def test_a_load_is_vouched_for_while_it_lasts_and_no_longer():
+    moved = []
+    with vouched(lambda: moved.append(time.monotonic())):
+        time.sleep(2.5)
+    during = len(moved)
+    assert during >= 2
+    time.sleep(1.5)
+    assert len(moved) <= during + 1

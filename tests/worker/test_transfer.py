@@ -12,12 +12,13 @@ from worker.transfer import Copier, HostRing, Run, contiguous_runs
 def test_taking_waits_until_a_buffer_is_given_back():
     ring = HostRing(2, pinned=False)
     first, waited_s = ring.take(64)
+    place = first.tensor(torch.uint8, (64,)).data_ptr()
     ring.take(64)
     assert waited_s < 0.1
     threading.Timer(0.2, first.release).start()
     started = time.monotonic()
     again, waited_s = ring.take(64)
-    assert again is first
+    assert again.tensor(torch.uint8, (64,)).data_ptr() == place
     assert 0.15 < waited_s <= time.monotonic() - started
 
 
@@ -27,6 +28,15 @@ def test_a_second_release_does_not_double_a_buffer():
     buffer.release()
     buffer.release()
     assert ring.free == 1
+
+
+def test_a_late_second_release_does_not_take_the_memory_from_its_next_owner():
+    ring = HostRing(1, pinned=False)
+    earlier, _ = ring.take(8)
+    earlier.release()
+    ring.take(8)
+    earlier.release()
+    assert ring.free == 0
 
 
 def test_a_buffer_grows_and_keeps_its_size():

@@ -1,0 +1,33 @@
+"""The steps of a range's work around a model that comes and goes."""
+
+import torch
+from chaos.real import job_of, write_inputs
+
+from producer.plan import plan
+from swathe.records import read_record
+from swathe.settings import Settings
+from swathe.spec import RangeId
+from swathe.store.local import LocalStore
+from worker.extraction import Extraction
+from worker.telemetry import Telemetry
+
+
+def test_a_range_is_stored_when_its_model_was_unloaded_meanwhile(tmp_path):
+    store = LocalStore(tmp_path / "run")
+    spec = plan(store, write_inputs(tmp_path, {})).spec
+    work = Extraction(
+        name="w1",
+        device=torch.device("cpu"),
+        device_id="cpu",
+        settings=Settings(),
+        telemetry=Telemetry(),
+    )
+    computed = work.finish(work.compute(work.prepare(job_of(store, RangeId(3)))))
+    work._unload()
+    assert not work.ready
+    work.publish(computed)
+    record = read_record(store, spec, RangeId(3))
+    assert record.worker == "w1"
+    assert record.kernels
+    work.publish(work.finish(work.compute(work.prepare(job_of(store, RangeId(4))))))
+    assert read_record(store, spec, RangeId(4)).samples
