@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -45,14 +46,16 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="swathe-bench-", dir=options.work) as name:
         try:
-            result = _bench(options, Path(options.keep or name))
+            for partial in _bench(options, Path(options.keep or name)):
+                result = partial
+                # Written after each row: time on a device may end early.
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(result.model_dump_json(indent=1) + "\n")
         finally:
             shutil.rmtree(_memory_folder(options), ignore_errors=True)
     print(table(result))
     for what, ratio in ratios(result.rows).items():
         print(f"{what}: {ratio}")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(result.model_dump_json(indent=1) + "\n")
     return 0
 
 
@@ -102,11 +105,13 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", default="/dev/shm", help="a memory file system")  # noqa: S108
     parser.add_argument("--cache", help="folder of the warm kernel cache; unset: begins empty")
     parser.add_argument("--keep", help="write there instead, and keep it")
+    parser.add_argument("--git", help="the revision, where there is no checkout")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
-def _bench(options: argparse.Namespace, folder: Path) -> Result:
+def _bench(options: argparse.Namespace, folder: Path) -> Iterator[Result]:
+    """The result so far, after the ceilings and after each row."""
     folder.mkdir(parents=True, exist_ok=True)
     common: dict[str, Any] = {
         "device": options.device,
@@ -118,8 +123,16 @@ def _bench(options: argparse.Namespace, folder: Path) -> Result:
     }
     ceilings = _child({**common, "name": "ceilings"})
     _say(f"ceilings: {ceilings}")
-    rows: list[Row] = []
-    exactness: dict[str, Any] = {}
+    result = Result(
+        bench="gpu",
+        device=_device(options.device),
+        versions=_versions(),
+        git=options.git or git_revision(),
+        command=shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
+        rows=[],
+        **{name: round(value, 4) for name, value in ceilings.items()},
+    )
+    yield result
     for model in options.models.split(","):
         for spec in _specs(options, model, common):
             try:
@@ -127,21 +140,14 @@ def _bench(options: argparse.Namespace, folder: Path) -> Result:
             except Exception:  # noqa: BLE001 - a row that fails must not cost the others
                 _say(f"{spec['name']} {model} FAILED\n{traceback.format_exc()}")
                 continue
-            for raw in found:
-                if "exactness" in raw:
-                    exactness[model] = raw.pop("exactness")
-                rows.append(_row(raw, ceilings["matmul_tflops"]))
-                _say(rows[-1].model_dump_json())
-    return Result(
-        bench="gpu",
-        device=_device(options.device),
-        versions=_versions(),
-        git=git_revision(),
-        command=shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
-        rows=rows,
-        exactness=exactness,
-        **{name: round(value, 1) for name, value in ceilings.items()},
-    )
+            exact = [(model, one.pop("exactness")) for one in found if "exactness" in one]
+            rows = [_row(raw, ceilings["matmul_tflops"]) for raw in found]
+            result = result.model_copy(
+                update={"rows": result.rows + rows, "exactness": result.exactness | dict(exact)}
+            )
+            for row in rows:
+                _say(row.model_dump_json())
+            yield result
 
 
 def _specs(options: argparse.Namespace, model: str, common: dict[str, Any]) -> list[dict[str, Any]]:

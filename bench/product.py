@@ -219,8 +219,18 @@ def _detail(
         "file_system": spec["file_system"],
         "first_range_s": round(watched.at[0] - loaded, 2),
         "ranges": len(found),
+        "forward_us_per_token": _spread(
+            [1e6 * r.stage_seconds["forward"] / r.tokens for r in found if r.tokens]
+        ),
         "stage_seconds": {
             stage: round(sum(r.stage_seconds.get(stage, 0.0) for r in found), 2) for stage in stages
         },
         "kernels": dict(found[0].kernels) if found else {},
     }
+
+
+def _spread(values: list[float]) -> list[float]:
+    """Smallest, median and largest."""
+    ordered = sorted(values)
+    picked = (ordered[0], ordered[len(ordered) // 2], ordered[-1]) if ordered else ()
+    return [round(value, 2) for value in picked]

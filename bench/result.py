@@ -1,6 +1,11 @@
-"""What a GPU benchmark writes: its JSON's schema, and the table made from it."""
+"""What a GPU benchmark writes: its JSON's schema, and the table made from it.
 
+python -m bench.result bench/results/gpu-27b.json
+"""
+
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -101,3 +106,17 @@ def ratios(rows: Iterable[Row]) -> dict[str, float]:
         for (model, name), samples_s in steady.items()
         if name != "engine_disk" and (model, "engine_disk") in steady
     }
+
+
+def main() -> None:
+    """Print the tables of results."""
+    for name in sys.argv[1:]:
+        result = Result.model_validate_json(Path(name).read_text())
+        print(f"{result.device}; 8192-wide product {result.matmul_tflops:.0f} TFLOP/s, ", end="")
+        print(f"{result.sustained_matmul_tflops:.0f} sustained\n\n{table(result)}\n")
+        for what, ratio in ratios(result.rows).items():
+            print(f"{what}: {ratio}")
+
+
+if __name__ == "__main__":
+    main()

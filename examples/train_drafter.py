@@ -4,11 +4,11 @@ The drafter sees what it sees in speculative decoding: the target's states at to
 t + 1 that the target has just chosen; it drafts token t + 2. One causal decoder layer is trained; embedding, final norm and head
 are the target's own, frozen. A draft is accepted when it is the target's greedy token.
 
-    swathe run chats.jsonl --model M --layers 1,14,26 --final --out runs/demo
-    python examples/train_drafter.py runs/demo --plot docs/drafter.svg
+    make demo
+    python examples/train_drafter.py runs/demo --plot drafter.svg
 
 On held-out conversations it is compared with a bigram table, and with the same drafter trained on states that are one
-layer, or one position, off: if the run were misaligned, it could not win.
+stored layer, or one position, off: if the run were misaligned, it could not win.
 
 Legend: T tokens of a batch (samples end to end), K layers, H hidden size, V draft vocabulary.
 """

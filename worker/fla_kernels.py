@@ -121,8 +121,13 @@ class FlaKernels:
         return out_BLC
 
 
-def _offsets(boundaries: packing.Boundaries | None) -> dict[str, torch.Tensor]:
+def _offsets(boundaries: packing.Boundaries | None) -> dict[str, Any]:
     if boundaries is None:
         return {}
-    # fla caches what it derives from these by their identity, once for all layers of a pass.
-    return {"cu_seqlens": boundaries.cu_seqlens, "cu_seqlens_cpu": boundaries.cu_seqlens_host}
+    # fla would make the chunks itself, and copy them in a way that waits for all work queued on the device: no range
+    # could be put behind another then.
+    return {
+        "cu_seqlens": boundaries.cu_seqlens,
+        "cu_seqlens_cpu": boundaries.cu_seqlens_host,
+        "chunk_indices": boundaries.chunks,
+    }

@@ -25,7 +25,7 @@ from worker.capture import Capture, block_indices
 from worker.flops import count_flops
 from worker.kernels import Kernels, KernelSet, Mode
 from worker.norm import FinalNorm, final_norm_module, read_final_norm
-from worker.packing import Boundaries, packed_row
+from worker.packing import Boundaries, chunk_places, packed_row
 from worker.upcast import upcast
 
 Ids = NDArray[np.integer[Any]]
@@ -181,7 +181,9 @@ class HiddenStateModel:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         positions_L = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
         boundaries = Boundaries(
-            offsets=tuple(offsets.tolist()), cu_seqlens=self._to_device(offsets.astype(np.int32))
+            offsets=tuple(offsets.tolist()),
+            cu_seqlens=self._to_device(offsets.astype(np.int32)),
+            chunks=self._to_device(chunk_places(lengths)),
         )
         with packed_row(boundaries, mixers=self._kernels.mixers):
             return self._run(

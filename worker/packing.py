@@ -13,7 +13,7 @@ Shapes: B rows, N heads, L tokens of a row, D head size, C channels, S tokens of
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,7 +21,9 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
@@ -30,6 +32,7 @@ from swathe.errors import ModelError
 ATTENTION_NAME: Final = "swathe_packed"
 """Name under which transformers finds ``packed_attention``. No mask function is registered under it, so that
 transformers builds no mask at all."""
+CHUNK: Final = 64
 _VARLEN: Final = "torch varlen_attn"
 _VARLEN_MODULE: Final = "torch.nn.attention.varlen"
 _LARGEST_FLASH_HEAD: Final = 256
@@ -43,6 +46,8 @@ class Boundaries:
     """0, then the end of each sample, the filler included."""
     cu_seqlens: torch.Tensor
     """The same as int32 on the device."""
+    chunks: torch.Tensor | None = None
+    """On the device, what ``chunk_places`` gives for these offsets: for kernels that work chunk by chunk."""
     cu_seqlens_host: torch.Tensor = field(init=False)
     """And on the host, for kernels that plan their launches there."""
     attention_calls: int = 0
@@ -61,6 +66,14 @@ class Boundaries:
     def longest(self) -> int:
         """Tokens of the longest sample."""
         return max(stop - first for first, stop in self.spans)
+
+
+def chunk_places(lengths: Sequence[int]) -> NDArray[np.int32]:
+    """Sample and place in it ``[chunks, 2]`` of each chunk of ``CHUNK`` tokens of a packed row."""
+    counts = -(-np.asarray(lengths) // CHUNK)
+    samples = np.repeat(np.arange(len(counts)), counts)
+    places = np.arange(len(samples)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([samples, places], axis=1).astype(np.int32)
 
 
 _CURRENT: ContextVar[Boundaries | None] = ContextVar("boundaries", default=None)

@@ -2,9 +2,10 @@
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from pydantic import SecretStr
@@ -24,6 +25,8 @@ from worker.jobs import RangeWorker
 from worker.reporter import Reporter
 from worker.reports import Outlet
 from worker.telemetry import Telemetry
+
+_SWITCH_S: Final = 0.0005
 
 logger = log.get("worker")
 
@@ -77,6 +80,8 @@ def serve(
 def device_of(uuid: str) -> torch.device:
     """The one device that this process may use."""
     device = torch.device("cpu" if uuid == CPU_UUID else "cuda:0")
+    # A thread that computes in Python keeps the interpreter this long from the one that launches kernels.
+    sys.setswitchinterval(_SWITCH_S)
     if device.type == "cpu":
         torch.set_num_threads(_threads())
     return device
