@@ -10,7 +10,7 @@ DEMO_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/swathe/demo
 DEMO_LIMIT ?= 150
 DEMO_RUN ?= runs/demo
 
-.PHONY: install demo test chaos lint type format mutants clean
+.PHONY: install demo test chaos judges lint type format mutants clean
 
 install: $(VENV)/.installed
 
@@ -35,6 +35,10 @@ test: install
 # About two hours of mostly waiting: every fault, ten seeds, real leases.
 chaos: install
 	$(BIN)/python tests/chaos/run.py --seeds 10 --jobs 4 --out bench/results/chaos.json
+
+# The trainers' own loaders read our exports, each in an environment of its own (a few minutes, some gigabytes).
+judges: install
+	PYTHONPATH=. $(BIN)/python tests/judges/run.py --environments .judges
 
 mutants: install
 	$(BIN)/python scripts/mutants.py

@@ -30,7 +30,7 @@ def export_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     layers: Annotated[str, typer.Option(help="Blocks to export; unset: all of the run.")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     fp8: Annotated[bool, typer.Option("--fp8", help="speculators' float8 variant.")] = False,
-    max_length: Annotated[int | None, typer.Option(min=1, help="Leave longer samples out.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=1, help="Cut longer samples.")] = None,
     allow_random: Annotated[
         bool, typer.Option("--allow-random", help="Export a run of random weights.")
     ] = False,

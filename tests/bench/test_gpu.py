@@ -35,7 +35,7 @@ def test_each_row_measured_something(benched):
     for row in result.rows:
         assert row.samples_s > 0
         assert row.tokens_s > row.samples_s
-        assert row.padding_ratio == 0
+        assert not row.padding_ratio  # None where the run ended before the worker's first report
     assert result.rows[1].written_bytes_s > 0
     assert "engine_disk" in table(result)
 
