@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,8 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # A shell starts background jobs with SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )
 
     def __call__(self, *arguments: str | Path, code: int = 0) -> str:
