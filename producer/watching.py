@@ -45,7 +45,7 @@ def status(
     state = watcher.read()
     if watch:
         with Display() as display:
-            while not state.complete:
+            while state.missing:  # what is set aside comes by nobody's work
                 display.show(_snapshot(one, state))
                 time.sleep(_WATCH_EVERY_S)
                 state = watcher.read()

@@ -84,14 +84,6 @@ class RefusedJobError(SwatheError):
     """Raised for a job that a worker must not execute (foreign function, callbacks, wrong version...)."""
 
 
-class SampleError(SwatheError):
-    """Raised when one sample cannot be computed; its range goes on without it."""
-
-    def __init__(self, message: str, *, row: int) -> None:
-        super().__init__(message)
-        self.row = row
-
-
 class PoisonRangeError(SwatheError):
     """Raised when a range that kills its processes cannot be cut down to guilty samples; ``history`` tells how."""
 
