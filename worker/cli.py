@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from swathe import log
 from swathe.errors import ConfigError, SwatheError
 from swathe.queue import acknowledged_by, connect, release_dead_worker
-from swathe.settings import Settings, read_settings
+from swathe.settings import RELAY, Settings, read_settings
 
 _STOP_GRACE_S: Final = 15.0
 """What a worker gets beyond its own bound of a drain before it is killed."""
@@ -49,6 +49,7 @@ def supervise(
     from worker import devices as inventory
     from worker.node import Node
     from worker.nvml import GpuMonitor, GpuReader
+    from worker.relay import Relay
     from worker.reports import Inbox
     from worker.supervisor import Supervisor, SupervisorOptions
 
@@ -80,9 +81,13 @@ def supervise(
 
     supervisor = Supervisor(command, wanted, options, on_death=bury, inbox=inbox)
     node.follow(supervisor.views, lambda: supervisor.ticked_s)
+    relayed = settings.metrics_advertise == RELAY
+    relay = Relay(connection, settings.node, lambda: node.metrics().body) if relayed else None
     try:
         raise typer.Exit(supervisor.run())
     finally:
+        if relay is not None:
+            relay.close()
         node.close()
 
 

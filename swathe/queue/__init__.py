@@ -16,6 +16,7 @@ from swathe.queue.leases import (
     new_execution,
     release_dead_worker,
 )
+from swathe.queue.nodes import hand_over_metrics, relayed_metrics, relayed_nodes
 from swathe.queue.payload import absolute_run_url, encode, iso_now, parse
 from swathe.queue.ranges import (
     Enqueued,
@@ -46,6 +47,7 @@ __all__ = [
     "connect",
     "describe",
     "encode",
+    "hand_over_metrics",
     "iso_now",
     "known_runs",
     "live_workers",
@@ -55,6 +57,8 @@ __all__ = [
     "policy_warnings",
     "queue_names",
     "redis_errors",
+    "relayed_metrics",
+    "relayed_nodes",
     "release_dead_worker",
     "requeued_counts",
 ]
