@@ -58,6 +58,10 @@ def supervise(
     inbox = Inbox()
     node = Node(inbox, GpuMonitor(GpuReader([])))
 
+    if devices == "all" and (advice := inventory.out_of_reach()) is not None:
+        # Days of a fleet's work on a CPU would be worse than none.
+        raise ConfigError(advice)
+
     def wanted() -> list[inventory.Device] | None:
         present = [] if devices == "cpu" else inventory.present_devices()
         if present is None:

@@ -50,8 +50,9 @@ class Engine:
         ]  # fmt: skip
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True
-            )
+                command, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM}),
+            )  # fmt: skip
         end_s = time.monotonic() + 60
         while self.docker("version", check=False).returncode != 0:
             if self._process.poll() is not None or time.monotonic() > end_s:
@@ -196,6 +197,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--inputs"]:
         print(tested_inputs())
         sys.exit()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     with Engine() as running:
         build_standins(running)
         print(f"export DOCKER_HOST=unix://{running.socket} DOCKER_CONFIG={running.folder}/config", flush=True)
