@@ -18,7 +18,12 @@ class Relay:
     """Until closed, renders and hands over every few seconds; while Redis is away, it waits for it."""
 
     def __init__(
-        self, connection: Redis, node: str, render: Callable[[], bytes], *, every_s: float = _EVERY_S
+        self,
+        connection: Redis,
+        node: str,
+        render: Callable[[], bytes],
+        *,
+        every_s: float = _EVERY_S,
     ) -> None:
         self._connection = connection
         self._node = node

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="session")
 def checkout_node(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Node:
     """A fresh clone with the .env that the README tells to make."""
-    folder: Path = tmp_path_factory.mktemp("clone")
+    folder = tmp_path_factory.mktemp("clone")
     node = Node(engine, folder, "")
     (folder / ".env").write_text((folder / ".env.example").read_text())
     return node

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 ROOT = Path(__file__).parents[2]
 STANDIN = Path(__file__).parent / "standin"
@@ -39,7 +39,7 @@ class Engine:
         self.log_path = self.folder / "dockerd.log"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
         command = [
             "dockerd",
@@ -50,9 +50,8 @@ class Engine:
         ]  # fmt: skip
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM}),
-            )  # fmt: skip
+                command, stdout=log, stderr=log, start_new_session=True
+            )
         end_s = time.monotonic() + 60
         while self.docker("version", check=False).returncode != 0:
             if self._process.poll() is not None or time.monotonic() > end_s:
@@ -193,12 +192,19 @@ INPUTS = (
 )  # fmt: skip
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the hash of the inputs (``--inputs``), or keep an engine running until interrupted."""
     if sys.argv[1:] == ["--inputs"]:
-        print(tested_inputs())
-        sys.exit()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        sys.stdout.write(f"{tested_inputs()}\n")
+        return
     with Engine() as running:
         build_standins(running)
-        print(f"export DOCKER_HOST=unix://{running.socket} DOCKER_CONFIG={running.folder}/config", flush=True)
+        config = running.folder / "config"
+        sys.stdout.write(f"export DOCKER_HOST=unix://{running.socket} DOCKER_CONFIG={config}\n")
+        sys.stdout.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
+
+
+if __name__ == "__main__":
+    main()

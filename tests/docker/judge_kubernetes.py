@@ -1,26 +1,20 @@
 """Judges Kubernetes documents by the schemas of Kubernetes, KEDA and the Prometheus operator; JSON in, problems out.
 
-Runs in an environment of its own (`PACKAGES`): one of these packages would plug itself into every pytest run.
+Runs in an environment of its own (`test_kubernetes.py`): one of these packages would plug itself into every pytest run.
 """
 
 import json
 import sys
 from typing import Any
 
-PACKAGES = (
-    "kubernetes-validate==1.37.0",
-    "cloudcoil.models.keda==2.16.1.0",
-    "cloudcoil.models.prometheus_operator==0.80.1.0",
-)
+import kubernetes_validate
+from cloudcoil.models.keda.v1alpha1 import ScaledObject, TriggerAuthentication
+from cloudcoil.models.prometheus_operator.v1 import PodMonitor
+from pydantic import ValidationError
 
 
 def main() -> None:
     """One line for each document that does not fit."""
-    import kubernetes_validate
-    from cloudcoil.models.keda.v1alpha1 import ScaledObject, TriggerAuthentication
-    from cloudcoil.models.prometheus_operator.v1 import PodMonitor
-    from pydantic import ValidationError
-
     custom: dict[str, Any] = {
         "ScaledObject": ScaledObject,
         "TriggerAuthentication": TriggerAuthentication,
@@ -34,9 +28,9 @@ def main() -> None:
                 continue
             model = custom[kind].model_validate(document)
             if model.model_dump(by_alias=True, exclude_unset=True, mode="json") != document:
-                print(f"{kind}: fields that its schema does not know")
+                sys.stdout.write(f"{kind}: fields that its schema does not know\n")
         except (kubernetes_validate.ValidationError, ValidationError) as error:
-            print(f"{kind}: {str(error).splitlines()[0]}")
+            sys.stdout.write(f"{kind}: {str(error).splitlines()[0]}\n")
 
 
 if __name__ == "__main__":
