@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,13 @@ def images(engine: Engine, checkout_node: Node) -> tuple[str, ...]:
         for name in IMAGES
     )
     return IMAGES
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test that asks for engine or images also waits for their building."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 def _size_mb(engine: Engine, image: str) -> int:

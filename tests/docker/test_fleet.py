@@ -21,10 +21,6 @@ from tests.docker.stack import (
     write_samples,
 )
 
-pytestmark = pytest.mark.timeout(1500)
-
-GATEWAY = "172.17.0.1"
-"""This host as containers of any network see it: the "address in the private network" of the first node."""
 SECOND = {"NODE_NAME": "second"}
 SAMPLES = 1200
 """In 600 ranges."""
@@ -32,12 +28,7 @@ SAMPLES = 1200
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shared")
-    runs = writable_folder(folder / "runs")
-    folder.chmod(0o755)
-    for parent in folder.parents:
-        if parent.name.startswith("pytest-"):
-            parent.chmod(0o755)
+    runs = writable_folder(tmp_path_factory.mktemp("shared") / "runs")
     tiny_model(runs / "tiny")
     return runs
 
@@ -47,13 +38,15 @@ def first(engine, images, runs, tmp_path_factory):
     assert images
     folder = tmp_path_factory.mktemp("first")
     data = folder / "datasets"
+    # This host as containers of any network see it: the "address in the private network" of the first node.
+    gateway = engine.docker("network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Gateway}}").stdout.strip()  # fmt: skip
     write_samples(data / "samples.jsonl", SAMPLES)
     node = Node(engine, folder / "swathe-first", "")
     example = (node.folder / ".env.example").read_text()
     changes = {
         "RUNS_DIR": runs,
         "DATA_DIR": data,
-        "REDIS_LISTEN": f"{GATEWAY}:{free_port()}",
+        "REDIS_LISTEN": f"{gateway}:{free_port()}",
         "GRAFANA_LISTEN": f"127.0.0.1:{free_port()}",
         "PROMETHEUS_LISTEN": f"127.0.0.1:{free_port()}",
         "ALERTMANAGER_LISTEN": f"127.0.0.1:{free_port()}",
@@ -189,7 +182,9 @@ def test_down_and_up_goes_on(first, runs):
     first.swathe("submit", "/runs/again")
     run = Run(runs / "again")
     until(lambda: len(run.records()) >= 5, 120, "the first ranges")
-    with timed("down in the middle of a run"):
+    with timed("drain and down in the middle of a run"):
+        first.compose("stop", "worker")
+        assert first.containers()["worker"]["State"]["ExitCode"] == 0, "drained, not killed"
         first.compose("down")
     stored = len(run.records())
     assert run.manifest is None, "the run must be cut short; give it more samples"

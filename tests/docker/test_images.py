@@ -2,10 +2,6 @@
 
 import json
 
-import pytest
-
-pytestmark = pytest.mark.timeout(1200)
-
 
 def inspect(engine, image):
     return json.loads(engine.docker("image", "inspect", image).stdout)[0]["Config"]
