@@ -55,14 +55,21 @@ def test_the_exporter_lists_and_serves_a_node_that_hands_its_metrics_over(redis,
 
 
 def test_the_relay_goes_on_after_redis_was_away(new_server, node):
-    client = connect(new_server.url, retries=0)
-    relay = Relay(client, "n1", lambda: node.metrics().body, every_s=0.05)
+    pages = []
+
+    def render():
+        pages.append(node.metrics().body)
+        return pages[-1]
+
+    relay = Relay(connect(new_server.url, retries=0), "n1", render, every_s=0.05)
     exporter = exporter_of(connect(new_server.url, retries=0))
     try:
         wait_for(lambda: exporter.node("n1").status == 200, what="the node")
         new_server.stop(kill=True)
         assert exporter.node("n1").status == 503
         assert exporter.targets().status == 503
+        before = len(pages)
+        wait_for(lambda: len(pages) >= before + 3, what="attempts while Redis is away")
         new_server.start()
         connect(new_server.url).flushall()
         wait_for(lambda: exporter.node("n1").status == 200, what="the node again")
