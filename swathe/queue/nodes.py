@@ -4,6 +4,7 @@ A node behind a firewall, or one whose ports are published nowhere, needs no way
 seconds (a few kilobytes, compressed), and the exporter serves it under the node's name.
 """
 
+import secrets
 import zlib
 from typing import Any, Final
 
@@ -14,12 +15,23 @@ from swathe.queue.connection import redis_errors
 
 _KEEP_S: Final = 30
 """A node that has been silent for longer is gone."""
+_AUTHOR_BYTES: Final = 8
 
 
-def hand_over_metrics(connection: Redis, node: str, page: bytes) -> None:
-    """Leave a node's metrics for the exporter. Raises QueueError when Redis cannot be reached."""
+def new_author() -> bytes:
+    """Tells one process that hands metrics over from any other."""
+    return secrets.token_bytes(_AUTHOR_BYTES)
+
+
+def hand_over_metrics(connection: Redis, node: str, page: bytes, *, author: bytes) -> bool:
+    """Leave a node's metrics for the exporter; False when what lay there was another author's.
+
+    Raises QueueError when Redis cannot be reached.
+    """
+    value = author + zlib.compress(page)
     with redis_errors(f"metrics of node {node}"):
-        connection.set(names.node_key(node), zlib.compress(page), ex=_KEEP_S)
+        before: Any = connection.set(names.node_key(node), value, ex=_KEEP_S, get=True)
+    return before is None or before[:_AUTHOR_BYTES] == author
 
 
 def relayed_nodes(connection: Redis) -> list[str]:
@@ -34,4 +46,4 @@ def relayed_metrics(connection: Redis, node: str) -> bytes | None:
     """What a node handed over last; None when it is gone."""
     with redis_errors(f"metrics of node {node}"):
         packed: Any = connection.get(names.node_key(node))
-    return None if packed is None else zlib.decompress(packed)
+    return None if packed is None else zlib.decompress(packed[_AUTHOR_BYTES:])

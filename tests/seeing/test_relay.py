@@ -2,13 +2,14 @@
 
 import json
 import threading
+import time
 
 import pytest
 from fleet import wait_for
 
 from producer.exporter import Exporter
 from producer.runs import Runs
-from swathe import names
+from swathe import log, names
 from swathe.queue import connect, relayed_nodes
 from swathe.settings import RELAY, Settings
 from swathe.web import Address, WebServer
@@ -76,6 +77,28 @@ def test_the_relay_goes_on_after_redis_was_away(new_server, node):
     finally:
         relay.close()
     assert not any(thread.name == "relay" for thread in threading.enumerate())
+
+
+def test_two_nodes_of_one_name_are_told(redis, redis_url, node, capsys):
+    log.setup(form="json")
+    first = Relay(connect(redis_url), "n1", lambda: node.metrics().body, every_s=0.05)
+    wait_for(lambda: relayed_nodes(redis) == ["n1"], what="the first node")
+    first.close()
+    heard = [capsys.readouterr().err]
+
+    def warned():
+        heard[0] += capsys.readouterr().err
+        return "another node has this node's name" in heard[0]
+
+    relays = [Relay(connect(redis_url), "n1", lambda: node.metrics().body, every_s=0.05)]
+    time.sleep(0.3)
+    assert not warned(), "the one before it is gone: a restart is no second node"
+    relays.append(Relay(connect(redis_url), "n1", lambda: node.metrics().body, every_s=0.05))
+    try:
+        wait_for(warned, what="a warning")
+    finally:
+        for relay in relays:
+            relay.close()
 
 
 def test_a_relayed_node_tells_its_workers_no_address(node):
