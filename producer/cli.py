@@ -36,7 +36,7 @@ app = typer.Typer(
 Dataset = Annotated[
     str,
     typer.Argument(
-        help="A .jsonl or .parquet file, a folder of parquet, or a save_to_disk folder."
+        help="A .jsonl[.gz|.zst] or .parquet file, a folder of them, or a save_to_disk folder."
     ),
 ]
 Model = Annotated[

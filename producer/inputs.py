@@ -13,7 +13,7 @@ from producer.options import PlanOptions, layer_slots, stored_dtype
 from swathe import architectures, names
 from swathe.chat import describe_tokenizer
 from swathe.checkpoint import Checkpoint, resolve
-from swathe.dataset import Dataset, InputFile, Limits, open_dataset
+from swathe.dataset import Dataset, InputFile, Limits, open_dataset, unreadable
 from swathe.errors import ConfigError, ObjectMissingError, PlanError, RunMismatchError
 from swathe.spec import (
     Batching,
@@ -121,21 +121,19 @@ def hash_files(dataset: Dataset) -> tuple[DataFile, ...]:
 def _data_file(file: InputFile) -> DataFile:
     digest = xxhash.xxh3_128()
     try:
-        with file.path.open("rb", buffering=0) as source:
+        with file.open() as source:
             while chunk := source.read(_HASH_CHUNK_BYTES):
                 digest.update(chunk)
     except OSError as error:
-        msg = f"{file.path}: unreadable ({error.strerror or error}); nothing was planned"
-        raise PlanError(msg) from error
+        raise unreadable(file, error) from error
     return DataFile(name=file.name, size_bytes=file.size_bytes, xxh3=digest.hexdigest())
 
 
 def check_unchanged(dataset: Dataset) -> None:
     """Raise PlanError when a file was written to since the data set was opened."""
     for file in dataset.files:
-        info = file.path.stat()
-        if (info.st_size, info.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-            msg = f"{file.path}: changed while it was read; nothing was planned; plan again"
+        if not file.is_unchanged:
+            msg = f"{file.location}: changed while it was read; nothing was planned; plan again"
             raise PlanError(msg)
 
 
@@ -198,17 +196,17 @@ def _file_differences(
     if names_now != names_then:
         yield f"data set: {len(names_then)} files in the run, {len(names_now)} here, or of other names"
         return
-    times = planned_mtimes(store)
+    versions = planned_versions(store)
     for file, then in zip(dataset.files, planned, strict=True):
         if file.size_bytes != then.size_bytes:
             yield f"data set: {file.name} has {file.size_bytes} bytes, {then.size_bytes} in the run"
-        elif times.get(file.name) != file.mtime_ns and _data_file(file) != then:
+        elif versions.get(file.name) != file.version and _data_file(file) != then:
             yield f"data set: {file.name} has other content than in the run"
 
 
-def planned_mtimes(store: Store) -> dict[str, int]:
-    """When the data files were written to last, as the plan saw it; empty where that is not known."""
+def planned_versions(store: Store) -> dict[str, str]:
+    """Which writes of the data files the plan saw; empty where that is not known."""
     with contextlib.suppress(ObjectMissingError, ValueError, KeyError, TypeError, AttributeError):
         inputs = json.loads(store.read(names.PROVENANCE))["inputs"]
-        return {name: int(entry["mtime_ns"]) for name, entry in inputs.items()}
+        return {name: str(entry["version"]) for name, entry in inputs.items()}
     return {}

@@ -193,7 +193,7 @@ def _write_provenance(
         argv,
         planned_at=utc_now(),
         inputs={
-            file.name: {"size_bytes": file.size_bytes, "mtime_ns": file.mtime_ns}
+            file.name: {"size_bytes": file.size_bytes, "version": file.version}
             for file in inputs.dataset.files
         },
     )

@@ -350,7 +350,7 @@ def test_a_saved_folder_of_datasets_is_read(tmp_path):
         ("none.jsonl", "no such file or folder; check the path"),
         ("s3://bucket/d", "copy it to a local folder"),
         ("d.csv", ".csv is not read"),
-        ("empty", "a folder without .parquet files"),
+        ("empty", "a folder without .jsonl, .jsonl.gz, .jsonl.zst, .parquet files"),
         ("bad.parquet", "unreadable"),
         ("empty.jsonl", "no rows"),
     ],

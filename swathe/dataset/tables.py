@@ -10,7 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from swathe.dataset.checks import Values
-from swathe.dataset.source import Dataset, InputFile, unreadable
+from swathe.dataset.files import InputFile, unreadable
+from swathe.dataset.source import Dataset
 from swathe.samples import Int64
 
 _BATCH_BYTES: Final = 32_000_000
@@ -41,13 +42,16 @@ def read_batches(dataset: Dataset) -> Iterator[tuple[pa.RecordBatch, float]]:
             for batch, fraction in reader(file, dataset.columns.names):
                 yield batch, (done + fraction * file.size_bytes) / total
         except (pa.ArrowException, OSError) as error:
-            raise unreadable(file.path, error) from error
+            raise unreadable(file, error) from error
         done += file.size_bytes
 
 
 def _parquet_batches(file: InputFile, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, float]]:
     # Buffered streams and small batches: a row group of gigabytes is decoded page by page, never held whole.
-    with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as source:
+    with (
+        file.open() as stored,
+        pq.ParquetFile(stored, pre_buffer=False, buffer_size=_BUFFER_BYTES) as source,
+    ):
         names = [name for name in columns if name in source.schema_arrow.names]
         total, rows = max(source.metadata.num_rows, 1), 0
         for batch in source.iter_batches(
@@ -71,7 +75,7 @@ def _batch_rows(metadata: Any, names: list[str]) -> int:
 
 
 def _stream_batches(file: InputFile, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, float]]:
-    with pa.OSFile(str(file.path)) as source:
+    with file.open() as source:
         names = pa.ipc.open_stream(source).schema.names
         source.seek(0)
         fields = [names.index(name) for name in columns if name in names]

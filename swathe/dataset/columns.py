@@ -1,0 +1,117 @@
+"""Which columns of a data set mean what: the user's mapping, the names that are there, and their types."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import pyarrow as pa
+
+from swathe.dataset.files import InputFile
+from swathe.errors import ConfigError, PlanError
+from swathe.spec import Content
+
+_CONTENTS: Final[tuple[tuple[str, Content], ...]] = (
+    ("input_ids", "input_ids"),
+    ("messages", "messages"),
+    ("conversations", "messages"),
+    ("text", "text"),
+)
+"""Columns that are looked for, first found wins, and what they hold."""
+_OURS: Final = ("input_ids", "loss_mask", "id", "messages", "text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """The user's names of the columns that are read."""
+
+    content: Content
+    data: str
+    mask: str | None = None
+    id: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """All columns to be read."""
+        return [name for name in (self.data, self.mask, self.id) if name is not None]
+
+
+def check_mapping(columns: Mapping[str, str]) -> None:
+    """Raise ConfigError for a mapping (our name -> the user's) that makes no sense."""
+    for ours in columns:
+        if ours not in _OURS:
+            msg = f"columns: {ours} is no column of ours; map one of {', '.join(_OURS)} to yours"
+            raise ConfigError(msg)
+    contents = [ours for ours in columns if ours in ("input_ids", "messages", "text")]
+    if len(contents) > 1:
+        msg = f"columns: {' and '.join(contents)} are both mapped; a data set is read from one of them"
+        raise ConfigError(msg)
+
+
+def choose_columns(
+    files: Sequence[tuple[InputFile, Sequence[str]]], given: Mapping[str, str], *, note: str = ""
+) -> Columns:
+    """The columns that are read, out of the names that each file has; the first file decides.
+
+    ``note`` follows a file's name in errors. Raises PlanError naming the file that lacks one of them.
+    """
+    (first, names), *_ = files
+    chosen = _choose(names, given, f"{first.location}{note}")
+    for file, there in files:
+        for column in (chosen.data, chosen.mask, given.get("id")):
+            if column is not None and column not in there:
+                where, hint = f"{file.location}{note}", f"{first.name} has it"
+                raise PlanError(_missing(where, column, there, hint))
+    if chosen.id is None and any("id" in there for _, there in files):
+        return replace(chosen, id="id")  # the first file lacks ids that a later one has
+    return chosen
+
+
+def _choose(names: Sequence[str], given: Mapping[str, str], where: str) -> Columns:
+    for ours, theirs in given.items():
+        if theirs not in names:
+            raise PlanError(_missing(where, theirs, names, f"{ours} is mapped to it"))
+    mapped = [(theirs, ours) for ours, theirs in given.items() if ours in dict(_CONTENTS)]
+    found = [(name, content) for name, content in _CONTENTS if name in names]
+    if not mapped and not found:
+        wanted = "input_ids, messages, conversations or text"
+        raise PlanError(_missing(where, wanted, names, "map yours with --columns"))
+    data, content = (mapped or found)[0]
+    mask = given.get("loss_mask", "loss_mask")
+    return Columns(
+        content=dict(_CONTENTS)[content],
+        data=data,
+        mask=mask if content == "input_ids" and mask in names else None,
+        id=given.get("id") or ("id" if "id" in names else None),
+    )
+
+
+def _missing(where: str, column: str, names: Sequence[str], hint: str) -> str:
+    return f"{where}: no column {column} ({hint}); it has {', '.join(names) or 'no columns'}"
+
+
+def check_types(file: InputFile, schema: Any, columns: Columns) -> None:
+    """Refuse columns of a type that can never hold what is wanted; a null column only rejects its rows."""
+    _check_type(file, columns.data, columns.content, schema.field(columns.data).type)
+    if columns.mask is not None:
+        _check_type(file, columns.mask, "loss_mask", schema.field(columns.mask).type)
+
+
+def _check_type(file: InputFile, column: str, wanted: str, kind: Any) -> None:
+    types = pa.types
+    ragged = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if wanted in ("input_ids", "loss_mask"):
+        item = kind.value_type if ragged else None
+        numeric = item is not None and (
+            types.is_integer(item) or types.is_floating(item) or types.is_null(item)
+        )
+        boolean = item is not None and wanted == "loss_mask" and types.is_boolean(item)
+        fits, says = numeric or boolean, "lists of integers"
+    elif wanted == "messages":
+        fits, says = ragged or types.is_struct(kind), "lists of messages"
+    else:
+        fits, says = types.is_string(kind) or types.is_large_string(kind), "strings"
+    if not fits and not types.is_null(kind):
+        msg = (
+            f"{file.location}: column {column} is {kind}, {says} wanted; map another with --columns"
+        )
+        raise PlanError(msg)
