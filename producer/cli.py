@@ -36,7 +36,7 @@ app = typer.Typer(
 Dataset = Annotated[
     str,
     typer.Argument(
-        help="A .jsonl[.gz|.zst] or .parquet file, a folder of them, or a save_to_disk folder."
+        help="A .jsonl[.gz|.zst] or .parquet file, a folder of them, or a save_to_disk folder; a path or s3://."
     ),
 ]
 Model = Annotated[

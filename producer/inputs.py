@@ -13,7 +13,7 @@ from producer.options import PlanOptions, layer_slots, stored_dtype
 from swathe import architectures, names
 from swathe.chat import describe_tokenizer
 from swathe.checkpoint import Checkpoint, resolve
-from swathe.dataset import Dataset, InputFile, Limits, open_dataset, unreadable
+from swathe.dataset import Dataset, InputFile, Limits, for_each, open_dataset, unreadable
 from swathe.errors import ConfigError, ObjectMissingError, PlanError, RunMismatchError
 from swathe.spec import (
     Batching,
@@ -115,7 +115,7 @@ def _policies(options: PlanOptions, max_positions: int | None) -> Policies:
 
 def hash_files(dataset: Dataset) -> tuple[DataFile, ...]:
     """Name, size and content hash of every file. Raises PlanError when one cannot be read."""
-    return tuple(_data_file(file) for file in dataset.files)
+    return tuple(hashed for _, hashed in for_each(dataset.files, _data_file))
 
 
 def _data_file(file: InputFile) -> DataFile:
@@ -131,8 +131,8 @@ def _data_file(file: InputFile) -> DataFile:
 
 def check_unchanged(dataset: Dataset) -> None:
     """Raise PlanError when a file was written to since the data set was opened."""
-    for file in dataset.files:
-        if not file.is_unchanged:
+    for file, unchanged in for_each(dataset.files, lambda file: file.is_unchanged):
+        if not unchanged:
             msg = f"{file.location}: changed while it was read; nothing was planned; plan again"
             raise PlanError(msg)
 

@@ -348,9 +348,9 @@ def test_a_saved_folder_of_datasets_is_read(tmp_path):
     ("name", "says"),
     [
         ("none.jsonl", "no such file or folder; check the path"),
-        ("s3://bucket/d", "copy it to a local folder"),
+        ("gs://bucket/d", "give a path or an s3:// URL"),
         ("d.csv", ".csv is not read"),
-        ("empty", "a folder without .jsonl, .jsonl.gz, .jsonl.zst, .parquet files"),
+        ("empty", "nothing there that ends in .jsonl, .jsonl.gz, .jsonl.zst, .parquet"),
         ("bad.parquet", "unreadable"),
         ("empty.jsonl", "no rows"),
     ],

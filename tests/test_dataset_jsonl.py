@@ -22,7 +22,7 @@ def lines_of(values):
 def packed(suffix, text):
     """Text as a file of that suffix holds it."""
     if suffix.endswith(".gz"):
-        return gzip.compress(text)
+        return gzip.compress(text, compresslevel=1)
     if suffix.endswith(".zst"):
         sink = pa.BufferOutputStream()
         with pa.CompressedOutputStream(sink, "zstd") as stream:

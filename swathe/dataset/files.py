@@ -1,12 +1,18 @@
 """One file of a data set, wherever it lies: found through a store, read as an Arrow file."""
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 
+from swathe.dataset.remote import ReadAhead, RemoteFile
 from swathe.errors import PlanError
 from swathe.store import ObjectInfo, Store
+
+_Result = TypeVar("_Result")
+_AT_ONCE: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,14 +23,13 @@ class InputFile:
     store: Store
     size_bytes: int
     version: str
-    """Another one after each write: the time of it."""
+    """Another one after each write: the store's tag (an ETag), or the time."""
 
     @classmethod
     def of(cls, store: Store, info: ObjectInfo) -> "InputFile":
         """A file as its store shows it."""
-        return cls(
-            name=info.key, store=store, size_bytes=info.size_bytes, version=repr(info.modified_s)
-        )
+        version = info.tag or repr(info.modified_s)
+        return cls(name=info.key, store=store, size_bytes=info.size_bytes, version=version)
 
     @property
     def location(self) -> str:
@@ -37,9 +42,25 @@ class InputFile:
         info = self.store.stat(self.name)
         return info is not None and InputFile.of(self.store, info) == self
 
-    def open(self) -> Any:
-        """The file as a pyarrow.NativeFile, to be closed by the caller. Raises OSError."""
-        return pa.OSFile(str(self.store.local_path(self.name)))
+    def open(self, *, whole: bool = True, edges: Sequence[int] = ()) -> Any:
+        """The file as a pyarrow.NativeFile, to be closed by the caller.
+
+        ``whole`` says that most of it will be read; for ``edges`` see ReadAhead. Reading raises OSError, or
+        StoreError where the store is a remote one.
+        """
+        path = self.store.local_path(self.name)
+        if path is not None:
+            return pa.OSFile(str(path))
+        about = (self.store, self.name, self.size_bytes)
+        return pa.PythonFile(ReadAhead(*about, edges) if whole else RemoteFile(*about), mode="r")
+
+
+def for_each(
+    files: Sequence[InputFile], look: Callable[[InputFile], _Result]
+) -> list[tuple[InputFile, _Result]]:
+    """What ``look`` finds in each file, eight at once: a bucket answers after 20 ms, and there may be 10,000 files."""
+    with ThreadPoolExecutor(_AT_ONCE, "files") as pool:
+        return list(zip(files, pool.map(look, files), strict=True))
 
 
 def unreadable(file: InputFile, error: Exception, *, place: str = "") -> PlanError:

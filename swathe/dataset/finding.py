@@ -33,15 +33,29 @@ class Found:
 
 
 def find(location: str) -> Found:
-    """Find a data set. Raises PlanError when there is none, or more than one."""
+    """Find a data set.
+
+    Raises PlanError when there is none, or more than one; ConfigError and StoreError as a bucket's store does.
+    """
+    if location.startswith("s3://"):
+        return _in_bucket(location.rstrip("/"))
     path = Path(location).expanduser().absolute()
     if path.is_file():
         return _single(open_store(path.parent), path.name, str(path))
     if not path.is_dir():
-        hint = "copy it to a local folder" if "://" in location else "check the path"
+        hint = "give a path or an s3:// URL" if "://" in location else "check the path"
         msg = f"data set {location}: no such file or folder; {hint}"
         raise PlanError(msg)
     return _folder(open_store(path), str(path))
+
+
+def _in_bucket(location: str) -> Found:
+    parent, _, name = location.rpartition("/")
+    if _format_of(name) is not None:
+        store = open_store(parent)
+        if store.stat(name) is not None:
+            return _single(store, name, location)
+    return _folder(open_store(location), location)
 
 
 def _single(store: Store, name: str, location: str) -> Found:
@@ -68,7 +82,7 @@ def _folder(store: Store, location: str) -> Found:
         if kind is not None and not _is_hidden(info.key):
             found.setdefault(kind, []).append(InputFile.of(store, info))
     if not found:
-        msg = f"data set {location}: a folder without {_READ} files, and no datasets.save_to_disk folder"
+        msg = f"data set {location}: nothing there that ends in {_READ}, and no datasets.save_to_disk folder"
         raise PlanError(msg)
     if len(found) > 1:
         counts = " and ".join(f"{len(files)} {kind}" for kind, files in sorted(found.items()))

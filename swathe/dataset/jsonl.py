@@ -32,15 +32,17 @@ class JsonRow:
     fraction: float
 
 
-def read_objects(file: InputFile) -> Iterator[JsonRow]:
+def read_objects(file: InputFile, *, whole: bool = True) -> Iterator[JsonRow]:
     """Every line that is not blank. Lines end at newline bytes only, never at other Unicode line ends.
+
+    ``whole`` says that most of the file will be read.
 
     Raises PlanError naming file and place where it cannot be read or inflated any further.
     """
     size_bytes = number = 0
     source = None
     try:
-        with file.open() as source, _inflated(file, source) as lines:
+        with file.open(whole=whole) as source, _inflated(file, source) as lines:
             for number, line in enumerate(lines, start=1):
                 size_bytes += len(line)
                 text = line.removeprefix(_BOM) if number == 1 else line
@@ -57,7 +59,7 @@ def read_objects(file: InputFile) -> Iterator[JsonRow]:
 def first_keys(file: InputFile, rows: int) -> list[str] | None:
     """Keys of the first rows, in order of appearance; None for a file without rows."""
     keys: dict[str, None] | None = None
-    for value in islice(read_objects(file), rows):
+    for value in islice(read_objects(file, whole=False), rows):
         keys = keys or {}
         keys.update(dict.fromkeys(value.row) if isinstance(value.row, dict) else {})
     return None if keys is None else list(keys)

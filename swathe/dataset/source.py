@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from swathe.dataset.columns import Columns, check_mapping, check_types, choose_columns
-from swathe.dataset.files import InputFile, unreadable
+from swathe.dataset.files import InputFile, for_each, unreadable
 from swathe.dataset.finding import Format, Found, find
 from swathe.dataset.jsonl import first_keys
 from swathe.errors import PlanError
@@ -52,7 +52,7 @@ def open_dataset(location: str | Path, columns: Mapping[str, str] | None = None)
 
 
 def _from_keys(found: Found, given: Mapping[str, str]) -> Columns:
-    keys = [(file, first_keys(file, _SNIFFED_ROWS)) for file in found.files]
+    keys = for_each(found.files, lambda file: first_keys(file, _SNIFFED_ROWS))
     filled = [(file, names) for file, names in keys if names is not None]
     if not filled:
         msg = f"{found.location}: no rows; nothing to plan"
@@ -61,7 +61,7 @@ def _from_keys(found: Found, given: Mapping[str, str]) -> Columns:
 
 
 def _from_schemas(found: Found, given: Mapping[str, str]) -> Columns:
-    schemas = [(file, _schema(found.format, file)) for file in found.files]
+    schemas = for_each(found.files, lambda file: _schema(found.format, file))
     columns = choose_columns([(file, schema.names) for file, schema in schemas], given)
     for file, schema in schemas:
         check_types(file, schema, columns)
@@ -70,7 +70,7 @@ def _from_schemas(found: Found, given: Mapping[str, str]) -> Columns:
 
 def _schema(kind: Format, file: InputFile) -> Any:
     try:
-        with file.open() as source:
+        with file.open(whole=False) as source:
             if kind == "parquet":
                 return pq.read_schema(source)
             return pa.ipc.open_stream(source).schema

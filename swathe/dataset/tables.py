@@ -47,18 +47,27 @@ def read_batches(dataset: Dataset) -> Iterator[tuple[pa.RecordBatch, float]]:
 
 
 def _parquet_batches(file: InputFile, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, float]]:
+    with file.open(whole=False) as stored:
+        metadata = pq.read_metadata(stored)
     # Buffered streams and small batches: a row group of gigabytes is decoded page by page, never held whole.
     with (
-        file.open() as stored,
-        pq.ParquetFile(stored, pre_buffer=False, buffer_size=_BUFFER_BYTES) as source,
+        file.open(edges=_chunk_starts(metadata)) as stored,
+        pq.ParquetFile(
+            stored, metadata=metadata, pre_buffer=False, buffer_size=_BUFFER_BYTES
+        ) as source,
     ):
         names = [name for name in columns if name in source.schema_arrow.names]
-        total, rows = max(source.metadata.num_rows, 1), 0
-        for batch in source.iter_batches(
-            batch_size=_batch_rows(source.metadata, names), columns=names
-        ):
+        total, rows = max(metadata.num_rows, 1), 0
+        for batch in source.iter_batches(batch_size=_batch_rows(metadata, names), columns=names):
             rows += batch.num_rows
             yield batch, rows / total
+
+
+def _chunk_starts(metadata: Any) -> list[int]:
+    """Where the columns of each row group begin in the file."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+    return [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
 
 
 def _batch_rows(metadata: Any, names: list[str]) -> int:
