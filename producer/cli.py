@@ -36,7 +36,7 @@ app = typer.Typer(
 Dataset = Annotated[
     str,
     typer.Argument(
-        help="A .jsonl[.gz|.zst] or .parquet file, a folder of them, or a save_to_disk folder; a path or s3://."
+        help="A .jsonl[.gz|.zst] or .parquet file, a folder of them, or a save_to_disk folder: a path or s3://. Or a hub id."
     ),
 ]
 Model = Annotated[
@@ -47,6 +47,9 @@ Final_ = Annotated[
     bool, typer.Option("--final", help="Also the last block's output, before the norm.")
 ]
 Out = Annotated[str, typer.Option(help="The run's folder or prefix.")]
+Split = Annotated[
+    str | None, typer.Option(help="Of a data set with splits: SPLIT or SUBSET/SPLIT.")
+]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")]
 MaxLength = Annotated[
     int | None, typer.Option(min=1, help="Longest sample in tokens; unset: what the model takes.")
@@ -87,6 +90,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     out: Out,
     layers: Layers = "",
     final: Final_ = False,
+    split: Split = None,
     limit: Limit = None,
     max_length: MaxLength = None,
     overlong: OverlongOption = "reject",
@@ -115,6 +119,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     out: Out,
     layers: Layers = "",
     final: Final_ = False,
+    split: Split = None,
     limit: Limit = None,
     max_length: MaxLength = None,
     overlong: OverlongOption = "reject",
@@ -302,6 +307,7 @@ def _options(given: dict[str, Any]) -> PlanOptions:
     overlong = _one_of("--overlong", given["overlong"], "reject", "truncate")
     return PlanOptions(
         dataset=given["dataset"],
+        split=given["split"],
         model=given["model"],
         layers=_parsed("--layers", given["layers"], lambda text: tuple(map(int, _parts(text)))),
         final=given["final"],

@@ -69,7 +69,7 @@ def resolve_inputs(options: PlanOptions, model_roots: Sequence[Path]) -> Inputs:
     if options.limit is not None and options.limit < 1:
         msg = f"limit {options.limit}: give a positive number of rows"
         raise ConfigError(msg)
-    dataset = open_dataset(options.dataset, options.columns)
+    dataset = open_dataset(options.dataset, options.columns, split=options.split)
     checkpoint = resolve(
         options.model, model_roots=model_roots, trust_remote_code=options.trust_remote_code
     )

@@ -19,6 +19,8 @@ class PlanOptions:
     """Options of ``swathe plan``, by the same names."""
 
     dataset: str
+    split: str | None = None
+    """SPLIT or SUBSET/SPLIT of a data set that has several."""
     model: str
     layers: tuple[int, ...] = ()
     final: bool = False

@@ -348,7 +348,7 @@ def test_a_saved_folder_of_datasets_is_read(tmp_path):
     ("name", "says"),
     [
         ("none.jsonl", "no such file or folder; check the path"),
-        ("gs://bucket/d", "give a path or an s3:// URL"),
+        ("gs://bucket/d", "give a path, an s3:// URL or a hub id"),
         ("d.csv", ".csv is not read"),
         ("empty", "nothing there that ends in .jsonl, .jsonl.gz, .jsonl.zst, .parquet"),
         ("bad.parquet", "unreadable"),

@@ -119,5 +119,5 @@ def test_a_file_of_a_folder_that_lacks_the_column_is_named(tmp_path):
 def test_a_folder_of_two_kinds_is_refused(tmp_path):
     (tmp_path / "0.jsonl").write_bytes(lines_of([{"input_ids": [1]}]))
     pq.write_table(pa.table({"input_ids": [[1]]}), tmp_path / "1.parquet")
-    with pytest.raises(PlanError, match="holds 1 jsonl and 1 parquet files"):
+    with pytest.raises(PlanError, match="holds jsonl and parquet files"):
         open_dataset(tmp_path)

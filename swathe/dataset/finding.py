@@ -4,21 +4,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from swathe.dataset.choice import CARD, READ, Format, choose, format_of
 from swathe.dataset.files import InputFile
-from swathe.dataset.jsonl import COMPRESSIONS
+from swathe.dataset.hub import HubId, fetch
 from swathe.errors import ObjectMissingError, PlanError
 from swathe.store import Store, open_store
 
-Format = Literal["jsonl", "parquet", "arrow"]
-
-_SUFFIXES: Final[dict[str, Format]] = {
-    ".jsonl": "jsonl",
-    **dict.fromkeys((f".jsonl{end}" for end in COMPRESSIONS), "jsonl"),
-    ".parquet": "parquet",
-}
-_READ: Final = ", ".join(_SUFFIXES)
 _DICT: Final = "dataset_dict.json"
 _STATE: Final = "state.json"
 
@@ -32,77 +25,78 @@ class Found:
     files: tuple[InputFile, ...]
 
 
-def find(location: str) -> Found:
-    """Find a data set.
+def find(location: str, split: str | None = None) -> Found:
+    """Find a data set, or one split of it.
 
     Raises PlanError when there is none, or more than one; ConfigError and StoreError as a bucket's store does.
     """
     if location.startswith("s3://"):
-        return _in_bucket(location.rstrip("/"))
+        return _in_bucket(location.rstrip("/"), split)
     path = Path(location).expanduser().absolute()
     if path.is_file():
-        return _single(open_store(path.parent), path.name, str(path))
-    if not path.is_dir():
-        hint = "give a path or an s3:// URL" if "://" in location else "check the path"
-        msg = f"data set {location}: no such file or folder; {hint}"
-        raise PlanError(msg)
-    return _folder(open_store(path), str(path))
+        return _single(open_store(path.parent), path.name, str(path), split)
+    if path.is_dir():
+        return _folder(open_store(path), str(path), split)
+    hub_id = HubId.parse(location)
+    if hub_id is not None and format_of(location) is None:
+        folder, pinned = fetch(hub_id, split)
+        return _folder(open_store(folder), pinned, split, ask=True)
+    hint = "give a path, an s3:// URL or a hub id" if "://" in location else "check the path"
+    msg = f"data set {location}: no such file or folder; {hint}"
+    raise PlanError(msg)
 
 
-def _in_bucket(location: str) -> Found:
+def _in_bucket(location: str, split: str | None) -> Found:
     parent, _, name = location.rpartition("/")
-    if _format_of(name) is not None:
+    if format_of(name) is not None:
         store = open_store(parent)
         if store.stat(name) is not None:
-            return _single(store, name, location)
-    return _folder(open_store(location), location)
+            return _single(store, name, location, split)
+    return _folder(open_store(location), location, split)
 
 
-def _single(store: Store, name: str, location: str) -> Found:
-    kind, info = _format_of(name), store.stat(name)
+def _single(store: Store, name: str, location: str, split: str | None) -> Found:
+    kind, info = format_of(name), store.stat(name)
     if kind is None or info is None:
         suffix = Path(name).suffix or "no suffix"
-        msg = f"data set {location}: {suffix} is not read; use {_READ}, a folder of one of them or a saved folder"
+        msg = f"data set {location}: {suffix} is not read; use {READ}, a folder of one of them or a saved folder"
         raise PlanError(msg)
+    _refuse_split(location, split)
     return Found(location=location, format=kind, files=(InputFile.of(store, info),))
 
 
-def _format_of(name: str) -> Format | None:
-    return next((kind for end, kind in _SUFFIXES.items() if name.endswith(end)), None)
+def _refuse_split(location: str, split: str | None) -> None:
+    if split is not None:
+        msg = f"data set {location}: is one whole without splits; leave --split {split} out"
+        raise PlanError(msg)
 
 
-def _folder(store: Store, location: str) -> Found:
+def _folder(store: Store, location: str, split: str | None, *, ask: bool = False) -> Found:
     if store.stat(_DICT) is not None:
-        raise PlanError(_choose_split(store, location))
+        return _saved_split(store, location, split)
     if store.stat(_STATE) is not None:
-        return Found(location=location, format="arrow", files=tuple(_saved_files(store)))
-    found: dict[Format, list[InputFile]] = {}
-    for info in store.list(""):
-        kind = _format_of(info.key)
-        if kind is not None and not _is_hidden(info.key):
-            found.setdefault(kind, []).append(InputFile.of(store, info))
-    if not found:
-        msg = f"data set {location}: nothing there that ends in {_READ}, and no datasets.save_to_disk folder"
-        raise PlanError(msg)
-    if len(found) > 1:
-        counts = " and ".join(f"{len(files)} {kind}" for kind, files in sorted(found.items()))
-        msg = f"data set {location}: holds {counts} files; which are meant? put one kind into a folder of its own"
-        raise PlanError(msg)
-    ((kind, files),) = found.items()
-    return Found(
-        location=location, format=kind, files=tuple(sorted(files, key=lambda file: file.name))
-    )
+        _refuse_split(location, split)
+        return _saved(store, location)
+    found = {info.key: InputFile.of(store, info) for info in store.list("")}
+    card = ""
+    if CARD in found and (split is not None or ask):
+        card = store.read(CARD).decode(errors="replace")
+    chosen = choose(found, location=location, split=split, card=card, ask=ask)
+    files = tuple(found[name] for name in chosen.names)
+    return Found(location=location, format=chosen.format, files=files)
 
 
-def _is_hidden(name: str) -> bool:
-    return any(part.startswith((".", "_")) for part in name.split("/"))
-
-
-def _choose_split(store: Store, location: str) -> str:
+def _saved_split(store: Store, location: str, split: str | None) -> Found:
     keys = [info.key for info in store.list("")]
     splits = sorted(key.removesuffix(f"/{_STATE}") for key in keys if key.endswith(f"/{_STATE}"))
-    shown = ", ".join(splits)
-    return f"data set {location}: holds the splits {shown}; choose one: {location}/{(splits or ['train'])[0]}"
+    if split not in splits:
+        msg = f"data set {location}: holds the splits {', '.join(splits)}; choose one with --split"
+        raise PlanError(msg)
+    return _saved(open_store(f"{store.url}/{split}"), f"{location}/{split}")
+
+
+def _saved(store: Store, location: str) -> Found:
+    return Found(location=location, format="arrow", files=tuple(_saved_files(store)))
 
 
 def _saved_files(store: Store) -> Iterator[InputFile]:

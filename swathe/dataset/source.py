@@ -12,9 +12,10 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from swathe.dataset.choice import Format
 from swathe.dataset.columns import Columns, check_mapping, check_types, choose_columns
 from swathe.dataset.files import InputFile, for_each, unreadable
-from swathe.dataset.finding import Format, Found, find
+from swathe.dataset.finding import Found, find
 from swathe.dataset.jsonl import first_keys
 from swathe.errors import PlanError
 
@@ -32,15 +33,18 @@ class Dataset:
     given_columns: dict[str, str] = field(default_factory=dict)
 
 
-def open_dataset(location: str | Path, columns: Mapping[str, str] | None = None) -> Dataset:
+def open_dataset(
+    location: str | Path, columns: Mapping[str, str] | None = None, *, split: str | None = None
+) -> Dataset:
     """Find a data set and check the columns of all its files.
 
-    ``columns`` maps our names (input_ids, loss_mask, id, messages, text) to the user's. Raises PlanError when there
+    ``columns`` maps our names (input_ids, loss_mask, id, messages, text) to the user's; ``split`` is SPLIT or
+    SUBSET/SPLIT of a data set that has several. Raises PlanError when there
     is no data set or a column is missing, ConfigError for a mapping that makes no sense.
     """
     given = dict(columns or {})
     check_mapping(given)
-    found = find(str(location))
+    found = find(str(location), split)
     choose = _from_keys if found.format == "jsonl" else _from_schemas
     return Dataset(
         location=found.location,
