@@ -91,10 +91,10 @@ def _judge_values(raw: RawRows, vocab_rows: int) -> None:
     elif len(values) == 0 or (int(values.min()) >= 0 and int(values.max()) < vocab_rows):
         return
     for place, position in _first_of_rows(raw.offsets, (values < 0) | (values >= vocab_rows)):
-        at = position - int(raw.offsets[place])
+        at, value = position - int(raw.offsets[place]), values[position].item()
+        shown = f"{value:.0f}" if isinstance(value, float) else value
         reason = (
-            f"input id {values[position]:.0f} at position {at} is out of range: "
-            f"the model has {vocab_rows} rows"
+            f"input id {shown} at position {at} is out of range: the model has {vocab_rows} rows"
         )
         raw.reasons.setdefault(place, reason)
 

@@ -98,20 +98,34 @@ def check_types(file: InputFile, schema: Any, columns: Columns) -> None:
 
 def _check_type(file: InputFile, column: str, wanted: str, kind: Any) -> None:
     types = pa.types
-    ragged = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if wanted in ("input_ids", "loss_mask"):
-        item = kind.value_type if ragged else None
+        item = kind.value_type if _is_ragged(kind) else None
         numeric = item is not None and (
             types.is_integer(item) or types.is_floating(item) or types.is_null(item)
         )
         boolean = item is not None and wanted == "loss_mask" and types.is_boolean(item)
         fits, says = numeric or boolean, "lists of integers"
     elif wanted == "messages":
-        fits, says = ragged or types.is_struct(kind), "lists of messages"
+        fits, says = _is_ragged(kind) or types.is_struct(kind), "lists of messages"
     else:
-        fits, says = types.is_string(kind) or types.is_large_string(kind), "strings"
+        fits, says = _is_text(kind), "strings"
     if not fits and not types.is_null(kind):
         msg = (
             f"{file.location}: column {column} is {kind}, {says} wanted; map another with --columns"
         )
         raise PlanError(msg)
+
+
+def _is_ragged(kind: Any) -> bool:
+    types = pa.types
+    views = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return bool(
+        views or types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    )
+
+
+def _is_text(kind: Any) -> bool:
+    types = pa.types
+    if types.is_dictionary(kind):  # as pandas writes categories
+        return _is_text(kind.value_type)
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))

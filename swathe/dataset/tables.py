@@ -104,8 +104,8 @@ def flatten(column: pa.Array) -> Flat:
             null_rows=np.arange(len(column)),
             rows_with_null_items=nothing,
         )
-    if pa.types.is_fixed_size_list(column.type):
-        column = column.cast(pa.list_(column.type.value_type))
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        column = column.cast(pa.large_list(column.type.value_type))
     offsets = column.offsets.to_numpy().astype(np.int64)
     items = column.values.slice(offsets[0], offsets[-1] - offsets[0])
     offsets -= offsets[0]
