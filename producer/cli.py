@@ -59,8 +59,12 @@ RangeTokens = Annotated[int, typer.Option(min=1, help="Tokens of a range, which 
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), bf16, fp16, fp32 or fp8.")]
 Columns = Annotated[str, typer.Option(help="Columns by other names: messages=conversations,id=key")]
 TemplateKwargs = Annotated[str, typer.Option(help="Extra variables of the chat template, as JSON.")]
+MinLength = Annotated[int, typer.Option(min=1, help="Reject rows of fewer tokens.")]
 MinSupervised = Annotated[
-    int, typer.Option(min=0, help="Reject rows with fewer tokens under the loss mask.")
+    str,
+    typer.Option(
+        help="Reject rows with fewer tokens under the loss mask: a number, or a share (0.1 or 10%)."
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own Python code.")
@@ -98,7 +102,8 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     dtype: Dtype = "auto",
     columns: Columns = "",
     chat_template_kwargs: TemplateKwargs = "{}",
-    min_supervised: MinSupervised = 1,
+    min_length: MinLength = 1,
+    min_supervised: MinSupervised = "1",
     trust_remote_code: TrustRemoteCode = False,
     allow_low_space: AllowLowSpace = False,
     json_: Json = False,
@@ -127,7 +132,8 @@ def run_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     dtype: Dtype = "auto",
     columns: Columns = "",
     chat_template_kwargs: TemplateKwargs = "{}",
-    min_supervised: MinSupervised = 1,
+    min_length: MinLength = 1,
+    min_supervised: MinSupervised = "1",
     trust_remote_code: TrustRemoteCode = False,
     allow_low_space: AllowLowSpace = False,
     devices: Annotated[str, typer.Option(help="all, cpu, or GPUs by number or UUID.")] = "all",
@@ -305,6 +311,7 @@ def _verification_lines(result: Verification, *, repaired: bool) -> list[str]:
 def _options(given: dict[str, Any]) -> PlanOptions:
     """Plan options from a command's parameters. Raises ConfigError for what cannot be read."""
     overlong = _one_of("--overlong", given["overlong"], "reject", "truncate")
+    min_supervised, ratio = _parsed("--min-supervised", given["min_supervised"], _least)
     return PlanOptions(
         dataset=given["dataset"],
         split=given["split"],
@@ -320,7 +327,9 @@ def _options(given: dict[str, Any]) -> PlanOptions:
         chat_template_kwargs=_parsed(
             "--chat-template-kwargs", given["chat_template_kwargs"], _object
         ),
-        min_supervised=given["min_supervised"],
+        min_length=given["min_length"],
+        min_supervised=min_supervised,
+        min_supervised_ratio=ratio,
         trust_remote_code=given["trust_remote_code"],
         allow_low_space=given["allow_low_space"],
     )
@@ -347,6 +356,13 @@ def _parts(text: str) -> list[str]:
 
 def _columns(text: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in _parts(text))
+
+
+def _least(text: str) -> tuple[int, float]:
+    """Tokens and share that a text such as 16, 0.1 or 10% asks for; a share asks for one token too."""
+    if text.endswith("%"):
+        return 1, float(text[:-1]) / 100
+    return (1, float(text)) if "." in text else (int(text), 0.0)
 
 
 def _object(text: str) -> dict[str, Any]:

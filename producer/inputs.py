@@ -28,6 +28,10 @@ from swathe.spec import (
 from swathe.store import Store
 
 MAX_RANGE_TOKENS: Final = 4_000_000
+_ROW_POLICIES: Final = (
+    "max_length", "overlong", "min_length", "min_supervised", "min_supervised_ratio",
+)  # fmt: skip
+"""Policies that decide which rows are in a run."""
 _HASH_CHUNK_BYTES: Final = 4 << 20
 
 
@@ -98,7 +102,9 @@ def resolve_inputs(options: PlanOptions, model_roots: Sequence[Path]) -> Inputs:
             vocab_rows=spec.vocab_rows,
             max_length=policies.max_length,
             overlong=policies.overlong,
+            min_length=policies.min_length,
             min_supervised=policies.min_supervised,
+            min_supervised_ratio=policies.min_supervised_ratio,
         ),
     )
 
@@ -109,7 +115,9 @@ def _policies(options: PlanOptions, max_positions: int | None) -> Policies:
     return Policies(
         max_length=min(lengths, default=None),
         overlong=options.overlong,
+        min_length=options.min_length,
         min_supervised=options.min_supervised,
+        min_supervised_ratio=options.min_supervised_ratio,
     )
 
 
@@ -161,9 +169,10 @@ def _differences(store: Store, inputs: Inputs, run: RunSpec) -> Iterator[str]:
         "limit": (run.dataset.limit, mine.limit),
         "columns": (run.dataset.columns, mine.columns),
         "content": (run.dataset.content, mine.content),
-        "max_length": (run.policies.max_length, inputs.policies.max_length),
-        "overlong": (run.policies.overlong, inputs.policies.overlong),
-        "min_supervised": (run.policies.min_supervised, inputs.policies.min_supervised),
+        **{
+            name: (getattr(run.policies, name), getattr(inputs.policies, name))
+            for name in _ROW_POLICIES
+        },
         "trust_remote_code": (
             run.model.trust_remote_code, inputs.checkpoint.spec.trust_remote_code,
         ),

@@ -208,6 +208,8 @@ def test_a_data_set_that_was_only_touched_or_moved_is_the_same(made, tmp_path):
         ({"max_length": 20}, "max_length: 64 in the run, 20 asked for"),
         ({"range_tokens": 10}, "range_tokens: 300 in the run, 10 asked for"),
         ({"min_supervised": 2}, "min_supervised: 1 in the run, 2 asked for"),
+        ({"min_supervised_ratio": 0.5}, r"min_supervised_ratio: 0\.0 in the run, 0\.5 asked for"),
+        ({"min_length": 2}, "min_length: 1 in the run, 2 asked for"),
     ],
 )
 def test_other_options_are_refused_and_the_run_is_kept(made, change, says):
