@@ -29,7 +29,7 @@ from swathe.records import read_run
 from swathe.samples import Encoder, Rejected
 from swathe.spec import RunId, RunSpec, TokenFile, TokenizerSpec, Totals, fingerprint, to_json
 from swathe.store import Store
-from swathe.tokens import TokenWriter, all_keys
+from swathe.tokens import TokenWriter, all_keys, check_files
 
 __all__ = ["PlanOptions", "PlanProgress", "PlanReport", "plan"]
 
@@ -66,6 +66,7 @@ def plan(
             return report
         winner = read_run(store)
         if winner.fingerprint != spec.fingerprint:
+            check_files(store, winner)  # says that what we wrote has hurt it
             msg = f"{store.url}: another plan was made here meanwhile; it is left as it is; use another folder"
             raise RunMismatchError(msg)
         return dataclasses.replace(report, spec=winner, reused=True)

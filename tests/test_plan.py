@@ -342,6 +342,27 @@ def test_two_plans_at_once_make_one_run(made, monkeypatch):
     planned(store)
 
 
+def test_the_loser_of_two_plans_of_other_inputs_says_that_it_hurt_the_winner(made, monkeypatch):
+    _, options = made
+    store, other = MemoryStore(), MemoryStore()
+    winner = plan(other, dataclasses.replace(options, limit=400)).spec
+    create = store.create
+
+    def lost(key, data):
+        create(key, other.read(names.RUN))
+        return create(key, data)
+
+    monkeypatch.setattr(store, "create", lost)
+    with pytest.raises(RunMismatchError, match=r"tokens/00000\.safetensors: not the tokens that"):
+        plan(store, options)
+    for file in winner.token_files:  # the winner wrote after us
+        store.write(file.name, [other.read(file.name)])
+    monkeypatch.setattr(plan_module, "TokenWriter", lambda _: TokenWriter(MemoryStore()))
+    store.delete(names.RUN)
+    with pytest.raises(RunMismatchError, match="another plan was made here meanwhile"):
+        plan(store, options)
+
+
 def test_progress_is_told(made):
     _, options = made
     told = []
