@@ -32,7 +32,7 @@ _ROW_POLICIES: Final = (
     "max_length", "overlong", "min_length", "min_supervised", "min_supervised_ratio",
 )  # fmt: skip
 """Policies that decide which rows are in a run."""
-_HASH_CHUNK_BYTES: Final = 4 << 20
+_HASH_CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
