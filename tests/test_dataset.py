@@ -167,15 +167,15 @@ def test_too_few_supervised_tokens_are_rejected_by_the_policy(tmp_path):
 
 
 def test_too_small_a_share_of_supervised_tokens_is_rejected_after_the_cut(tmp_path):
-    masks = [[1] * 3 + [0] * 27, [1] * 2 + [0] * 28, [0] * 30 + [1] * 9, [1], [0]]
+    masks = [[1] * 7 + [0] * 93, [1] * 6 + [0] * 94, [0] * 100 + [1] * 9, [1], [0]]
     rows = [{"input_ids": [1] * len(m), "loss_mask": m} for m in masks]
     path = write_jsonl(tmp_path / "d.jsonl", rows)
-    limits = Limits(vocab_rows=9, min_supervised_ratio=0.1, max_length=30, overlong="truncate")
+    limits = Limits(vocab_rows=9, min_supervised_ratio=0.07, max_length=100, overlong="truncate")
     samples, rejected = read(open_dataset(path), limits)
-    assert list(samples) == [0, 3]  # 0.1 of 30 tokens are 3, not 3.0000000000000004
+    assert list(samples) == [0, 3]  # 0.07 of 100 tokens are 7, not 7.000000000000001
     assert [reason for _, reason in rejected.values()] == [
-        "too few supervised tokens (2, 3 wanted)",
-        "too few supervised tokens (0, 3 wanted)",
+        "too few supervised tokens (6, 7 wanted)",
+        "too few supervised tokens (0, 7 wanted)",
         "too few supervised tokens (0, 1 wanted)",
     ]
     every = Limits(vocab_rows=9, min_supervised_ratio=1.0)

@@ -89,7 +89,7 @@ def _judge_supervised(raw: RawRows, limits: Limits) -> SampleBlock:
     if not len(block):
         return block
     supervised = np.add.reduceat(block.loss_mask, block.offsets[:-1], dtype=np.int64)
-    # 0.1 of 30 tokens are 3, whatever the product rounds to.
+    # 0.07 of 100 tokens are 7, whatever the product rounds to.
     share = np.ceil(limits.min_supervised_ratio * block.lengths - 1e-6).astype(np.int64)
     wanted = np.maximum(share, limits.min_supervised)
     few = supervised < wanted
