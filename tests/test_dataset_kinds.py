@@ -15,6 +15,7 @@ import pytest
 from producer.plan import PlanOptions, plan
 from swathe import names
 from swathe.dataset import Limits, open_dataset, read_samples
+from swathe.errors import PlanError
 from swathe.samples import Encoded
 from swathe.store.memory import MemoryStore
 
@@ -206,3 +207,20 @@ def test_lone_surrogates_in_ids_and_reasons_come_through_a_plan(tmp_path):
     table = pq.read_table(io.BytesIO(store.read(names.TOKEN_ROWS)))
     assert table.column("id").to_pylist() == ["\\ud800x"]
     assert json.loads(store.read(names.REJECTED))["id"] == "\\udc00"
+
+
+def test_a_mask_that_only_some_files_have_is_refused(tmp_path):
+    write(tmp_path / "0.parquet", input_ids=[[1, 2]])
+    write(tmp_path / "1.parquet", input_ids=[[1, 2]], loss_mask=[[0, 1]])
+    with pytest.raises(PlanError, match=r"0\.parquet: no column loss_mask \(1\.parquet has it\)"):
+        open_dataset(tmp_path)
+
+
+def test_json_masks_and_ids_that_begin_late_are_not_passed_over(tmp_path):
+    rows = [{"input_ids": [1, 2]}] * 150
+    rows += [{"input_ids": [1, 2], "loss_mask": [0, 1]}, {"input_ids": [3], "id": "late"}]
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples, rejected = read(path)
+    assert rejected == {150: ("150", "has a loss_mask, which the file's first rows lack")}
+    assert samples[151] == ("late", [3])

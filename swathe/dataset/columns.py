@@ -50,19 +50,25 @@ def check_mapping(columns: Mapping[str, str]) -> None:
 def choose_columns(
     files: Sequence[tuple[InputFile, Sequence[str]]], given: Mapping[str, str], *, note: str = ""
 ) -> Columns:
-    """The columns that are read, out of the names that each file has; the first file decides.
+    """The columns that are read, out of the names that each file has; the first file decides what the data set holds.
 
-    ``note`` follows a file's name in errors. Raises PlanError naming the file that lacks one of them.
+    A mask or an id may stand in any file. A mask must then stand in all of them: rows without one would be supervised
+    throughout, unasked. ``note`` follows a file's name in errors. Raises PlanError naming the file that lacks a column.
     """
     (first, names), *_ = files
     chosen = _choose(names, given, f"{first.location}{note}")
-    for file, there in files:
-        for column in (chosen.data, chosen.mask, given.get("id")):
+    mask, row_id = given.get("loss_mask", "loss_mask"), given.get("id", "id")
+    having = {name: [file for file, there in files if name in there] for name in (mask, row_id)}
+    if having[mask] and chosen.content == "input_ids":
+        chosen = replace(chosen, mask=mask)
+    if having[row_id]:
+        chosen = replace(chosen, id=row_id)
+    for column in (chosen.data, chosen.mask, given.get("id")):
+        for file, there in files:
             if column is not None and column not in there:
-                where, hint = f"{file.location}{note}", f"{first.name} has it"
-                raise PlanError(_missing(where, column, there, hint))
-    if chosen.id is None and any("id" in there for _, there in files):
-        return replace(chosen, id="id")  # the first file lacks ids that a later one has
+                has = having.get(column, [first])[0]
+                hint = f"{has.name} has it"
+                raise PlanError(_missing(f"{file.location}{note}", column, there, hint))
     return chosen
 
 
@@ -76,13 +82,7 @@ def _choose(names: Sequence[str], given: Mapping[str, str], where: str) -> Colum
         wanted = "input_ids, messages, conversations or text"
         raise PlanError(_missing(where, wanted, names, "map yours with --columns"))
     data, content = (mapped or found)[0]
-    mask = given.get("loss_mask", "loss_mask")
-    return Columns(
-        content=dict(_CONTENTS)[content],
-        data=data,
-        mask=mask if content == "input_ids" and mask in names else None,
-        id=given.get("id") or ("id" if "id" in names else None),
-    )
+    return Columns(content=dict(_CONTENTS)[content], data=data)
 
 
 def _missing(where: str, column: str, names: Sequence[str], hint: str) -> str:

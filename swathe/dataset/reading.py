@@ -164,7 +164,8 @@ def _json_batch(
     columns = dataset.columns
     row = np.arange(first, first + len(rows), dtype=np.int64)
     objects: list[dict[str, Any]] = [value if isinstance(value, dict) else {} for value in rows]
-    ids = ids_of_values([value.get(columns.id or "") for value in objects], row)
+    # Ids that begin after the first rows are ids all the same.
+    ids = ids_of_values([value.get(columns.id or "id") for value in objects], row)
     broken = {place: value for place, value in enumerate(rows) if isinstance(value, str)}
     data = [value.get(columns.data) for value in objects]
     if encode is not None and columns.content != "input_ids":
@@ -187,6 +188,8 @@ def _json_tokens(
             reasons[place], items = items, _NOTHING
         parts.append(items)
         if mask is None:
+            if "loss_mask" in objects[place]:
+                reasons.setdefault(place, "has a loss_mask, which the file's first rows lack")
             continue
         flags = _numbers(objects[place].get(mask), "loss_mask", booleans=True)
         if isinstance(flags, str):
