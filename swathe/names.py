@@ -129,6 +129,11 @@ def requeued_key() -> str:
     return "swathe:requeued"
 
 
+def cancelled_key() -> str:
+    """Redis set of the run ids that were cancelled and not submitted since."""
+    return "swathe:cancelled"
+
+
 def paused_key() -> str:
     """Redis set of the run ids that are paused."""
     return "swathe:paused"
