@@ -259,7 +259,8 @@ class FailedMarker:
 class CanaryRecord:
     """canaries/000042.json: one stored sample computed again, alone, on the reference path.
 
-    ``errors`` are medians over its tokens, ``bounds`` what they may be, both by layer.
+    ``errors`` are medians over its tokens, ``bounds`` what they may be, both by layer. ``stored_as_computed``: the bytes
+    to be stored are those that the host makes of the computed states.
     """
 
     format_version: int = FORMAT_VERSION
@@ -269,6 +270,7 @@ class CanaryRecord:
     tokens: int
     errors: dict[str, float]
     bounds: dict[str, float]
+    stored_as_computed: bool = True
     passed: bool
     worker: str
     device: str
