@@ -250,7 +250,6 @@ def test_a_newer_version_that_packs_goes_on_with_a_padded_run(made, monkeypatch)
         ({"layers": (0, 3)}, PlanError, "layer 3 and final are the same tensor"),
         ({"layers": (1, 1)}, PlanError, "layer 1 is asked for twice"),
         ({"layers": (), "final": False}, ConfigError, "no layers"),
-        ({"dtype": "fp8"}, ConfigError, "fp8 comes later"),
         ({"dtype": "int8"}, ConfigError, "dtype int8"),
         ({"range_tokens": 0}, ConfigError, "range_tokens 0"),
         ({"limit": 0}, ConfigError, "limit 0"),

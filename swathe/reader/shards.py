@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from swathe import codec
+from swathe import codec, names
 from swathe.errors import FormatError, IntegrityError, ObjectMissingError
 from swathe.reader.index import Shard
 from swathe.store import Store
@@ -26,7 +26,8 @@ _OPEN_SHARDS: Final = 128
 _KEPT_SIDES: Final = 256
 _FIRST_READ_BYTES: Final = 512 * 1024
 """Covers the header and, in every dtype, most of the small tensors that lie before the states."""
-STATES: Final = "hidden_states"
+STATES: Final = names.STATES_TENSOR
+SCALES: Final = names.SCALES_TENSOR
 
 
 class ShardSource(Protocol):
