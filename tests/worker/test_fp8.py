@@ -283,6 +283,25 @@ def canary(load):
     return take
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_every_sample_arrives_as_the_host_would_have_made_it(form, device, load):
+    """On a GPU: quantized there, copied behind the forward pass, two ranges at once."""
+    model = load("llama", dtype="bfloat16", device=device)
+    samples = tiny.samples(LENGTHS)
+    engine = Engine(model, form=form, buffers=2)
+    bounds = dict.fromkeys(model.layers, 0.1)
+    for keep in range(0, len(samples), 2):
+        both = [engine.start(range_of(samples), stored=FP8, keep=keep + i) for i in range(2)]
+        for started in both:
+            states = engine.finish(started)
+            taken = take_canary(model, states, bounds)
+            assert taken.stored_as_computed
+            assert taken.passed
+            states.release()
+    assert engine.ring.free == 2
+
+
 def test_a_canary_of_a_float8_run_passes(canary):
     taken = canary()
     assert taken.passed
