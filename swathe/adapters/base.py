@@ -49,6 +49,11 @@ class Adapter(Dataset[Tensors], ABC):
         if spec.model.random_weights and not allow_random:
             msg = f"{whole.url}: the run is of random weights, nothing may be trained on it"
             raise ConfigError(msg)
+        if whole.gives_codes:
+            msg = (
+                f"{whole.url}: opened with dequantize=False, but trainers take values; leave it out"
+            )
+            raise ConfigError(msg)
         self.selection = select(spec, self.needs, layers, run=whole.url)
         self.dataset = whole.with_layers(self.selection.layers)
         self.dtype = dtype

@@ -66,7 +66,7 @@ class HiddenStates:
         self._index = open_index(store, unsealed=unsealed)
         self._slots = None if layers is None else slots_of(self.spec, layers, run=self.url)
         self._float8 = self.spec.stored_dtype == FLOAT8
-        self._dequantize = dequantize and self._float8
+        self.gives_codes = self._float8 and not dequantize
         self.remote = store.local_path("") is None and cache_dir is None
         self._source = _source(store, cache_dir, self.spec.run_id, cache_bytes)
 
@@ -114,7 +114,7 @@ class HiddenStates:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One sample. Raises IndexError, and IntegrityError naming the file when a shard is missing or damaged."""
         sample = self.as_stored(index)
-        if self._dequantize:
+        if self._float8 and not self.gives_codes:
             import torch  # noqa: PLC0415
 
             dtype: torch.dtype = getattr(torch, self.spec.compute_dtype)

@@ -93,6 +93,8 @@ def test_a_float8_run_is_rescaled_for_speculators_without_a_second_rounding(tmp_
         # What quantizing anew would do.
         again, their_scales = quantize_fp8(ours)
         assert (again.float() * their_scales != ours.float())[:, 0].float().mean() > 0.5
+    with pytest.raises(ConfigError, match="dequantize"):
+        Speculators(tmp_path, dequantize=False)
     few = Speculators(tmp_path, fp8=True, layers=[3], max_length=2).file(0)
     assert few["hidden_states"].shape == (2, 2, 16)
     assert few["hidden_states_scales"].shape == (2, 1, 1)
