@@ -90,9 +90,8 @@ def rescale_fp8(
     2^-6 of the common scale, where float8 has fewer bits: these are rounded to multiples of 2^-9 of it. Quantizing
     anew with amax / 448, which is no power of two, would round nearly every value a second time.
     """
-    used_SK = scales_SK.where(
-        codes_SKH.float().any(dim=2), 0
-    )  # the scale of a row of zeros says nothing
+    # The scale of a row of zeros says nothing.
+    used_SK = scales_SK.where(codes_SKH.float().any(dim=2), 0)
     common_S1 = used_SK.amax(dim=1, keepdim=True)
     common_S1 = common_S1.where(common_S1 > 0, scales_SK.amax(dim=1, keepdim=True))
     shifted_SKH = codes_SKH.float() * (scales_SK / common_S1)[..., None]

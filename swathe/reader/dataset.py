@@ -67,6 +67,7 @@ class HiddenStates:
         self._slots = None if layers is None else slots_of(self.spec, layers, run=self.url)
         self._float8 = self.spec.stored_dtype == FLOAT8
         self.gives_codes = self._float8 and not dequantize
+        """Whether ``ds[i]`` holds float8 codes and scales instead of values."""
         self.remote = store.local_path("") is None and cache_dir is None
         self._source = _source(store, cache_dir, self.spec.run_id, cache_bytes)
 
