@@ -20,6 +20,13 @@ FINAL_NORM: Final = "final_norm.safetensors"
 MANIFEST: Final = "manifest.json"
 ROWS: Final = "rows.parquet"
 
+STATES_TENSOR: Final = "hidden_states"
+"""In a shard: [T, K, H] of the stored dtype."""
+SCALES_TENSOR: Final = "hidden_states_scales"
+"""In a shard of a float8 run: float32 [T, K]; code times scale is the value."""
+IMPORTER: Final = "import"
+"""The worker that stands in the records of imported ranges."""
+
 JOB_FUNCTION: Final = "swathe.extract_range"
 """The only function a worker executes. A name for the allow list, never imported."""
 
