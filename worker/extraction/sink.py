@@ -61,15 +61,15 @@ class Sink:
     def commit(
         self,
         tokens: RangeTokens,
-        states: codec.TensorView | None,
+        states: Mapping[str, codec.TensorView] | None,
         quarantined: tuple[Quarantined, ...],
         author: Author,
         stage_seconds: Mapping[str, float],
     ) -> bool:
         """Make a range durable; False when another worker had committed it first.
 
-        ``tokens`` are the samples that were computed, ``states`` their hidden states [T, K, H] (None when every
-        sample is quarantined). Raises StoreError or NoSpaceError; then nothing of this attempt counts.
+        ``tokens`` are the samples that were computed, ``states`` the tensors of their hidden states (None when
+        every sample is quarantined). Raises StoreError or NoSpaceError; then nothing of this attempt counts.
         """
         range_id, attempt = tokens.range_id, names.new_attempt()
         shard, size_bytes, digest = None, 0, ""
@@ -105,10 +105,12 @@ class Sink:
         note_record(self._telemetry, record)
         return True
 
-    def _encode(self, tokens: RangeTokens, states: codec.TensorView) -> list[codec.Buffer]:
+    def _encode(
+        self, tokens: RangeTokens, states: Mapping[str, codec.TensorView]
+    ) -> list[codec.Buffer]:
         spec = self._spec
         tensors = {
-            "hidden_states": states,
+            **states,
             "input_ids": codec.view(tokens.input_ids.astype("i4", copy=False)),
             "loss_mask": codec.view(tokens.loss_mask.astype("u1", copy=False)),
             "offsets": codec.view(tokens.offsets.astype(np.int64, copy=False)),
