@@ -110,9 +110,10 @@ def _write(
     files = writer.close()
     check_unchanged(inputs.dataset)
     store.write(names.REJECTED, _rejected_lines(tally.rejected, as_text=writer.ids_are_text))
-    # An interrupted plan of other options may have left more files than this one has.
-    for stale in {info.key for info in store.list(names.TOKENS)} - all_keys(files):
-        store.delete(stale)
+    # An interrupted plan of other options may have left more files than this one has; a plan that won has not.
+    if store.stat(names.RUN) is None:
+        for stale in {info.key for info in store.list(names.TOKENS)} - all_keys(files):
+            store.delete(stale)
     draft = RunSpec(
         run_id=RunId(secrets.token_hex(8)),
         fingerprint="",
