@@ -73,7 +73,7 @@ def look(home, location, split=None, **environment):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     done = subprocess.run(
         [sys.executable, "-c", LOOK, location, json.dumps(split)],
-        env=kept | {"HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | environment,
+        env=kept | {"HF_HOME": str(home), "NO_PROXY": "127.0.0.1"} | environment,
         capture_output=True,
         text=True,
         check=True,
