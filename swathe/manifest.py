@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from swathe import codec, names
 from swathe.errors import IncompleteRunError, IntegrityError
+from swathe.location import at_home
 from swathe.orphans import collect
-from swathe.records import RunState, RunWatcher, read_failed, read_run
+from swathe.records import RunState, RunWatcher, open_run, read_failed
 from swathe.spec import (
     FORMAT_VERSION,
     LayerSlot,
@@ -80,9 +81,21 @@ def seal(store: Store, state: RunState | None = None) -> Manifest:
     Raises IncompleteRunError when ranges are open or set aside, too many samples are quarantined or rows are
     unaccounted for, and IntegrityError when a record contradicts the plan.
     """
-    now_s = time.time()
-    spec = state.spec if state else read_run(store)
-    state = state or RunWatcher(store, spec).read()
+    if state is None:
+        store, spec = open_run(store)
+        state = RunWatcher(store, spec).read()
+    read = store, state
+
+    def seal_there(home: Store) -> Manifest:
+        # After a move a range may have another shard there, by a worker that came first.
+        same = home.url == read[0].url
+        return _seal(home, read[1] if same else RunWatcher(home, read[1].spec).read())
+
+    return at_home(store, seal_there)
+
+
+def _seal(store: Store, state: RunState) -> Manifest:
+    now_s, spec = time.time(), state.spec
     _require_complete(store, state)
     if state.sealed:
         manifest = read_manifest(store)

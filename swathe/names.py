@@ -19,6 +19,8 @@ CANARIES: Final = "canaries/"
 FINAL_NORM: Final = "final_norm.safetensors"
 MANIFEST: Final = "manifest.json"
 ROWS: Final = "rows.parquet"
+MOVED: Final = "moved.json"
+MOVING: Final = "moving.json"
 
 JOB_FUNCTION: Final = "swathe.extract_range"
 """The only function a worker executes. A name for the allow list, never imported."""

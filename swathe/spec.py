@@ -276,6 +276,28 @@ class CanaryRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """moved.json, where a run was: the run is at ``url`` now. Its creation is the moment of the move."""
+
+    format_version: int = FORMAT_VERSION
+    run_id: RunId
+    move_id: str
+    url: str
+    moved_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """moving.json, where a run will be: until the departure of the same move is in ``source``, the run is there."""
+
+    format_version: int = FORMAT_VERSION
+    run_id: RunId
+    move_id: str
+    source: str
+    started_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RangeJob:
     """The payload of one rq job: data, never code."""
 
