@@ -69,7 +69,7 @@ def ceilings(device: str, folder: Path) -> dict[str, float]:
     """Matrix products, copies to the host and writes to a folder, at best."""
     import torch  # noqa: PLC0415 - only children load torch
 
-    from worker.rates import host_copy_bytes, matmul_flops  # noqa: PLC0415
+    from worker.engine.rates import host_copy_bytes, matmul_flops  # noqa: PLC0415
 
     where = torch.device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32

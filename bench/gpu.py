@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(spec: dict[str, Any]) -> Any:
     """One row (or two) in this process."""
     from bench import direct, gauges, product, stock  # noqa: PLC0415 - only what a child needs
-    from worker.kernel_cache import keep_kernels  # noqa: PLC0415
+    from worker.model.kernels.cache import keep_kernels  # noqa: PLC0415
 
     keep_kernels(Path(spec["cache_folder"]))
     name = spec["name"]
@@ -254,8 +254,8 @@ def _flops(model: str, lengths: list[int]) -> float:
     import torch  # noqa: PLC0415 - only children load torch
     from transformers import AutoConfig, AutoModel  # noqa: PLC0415
 
-    from worker.backbone import cut_depth, find_blocks  # noqa: PLC0415
-    from worker.flops import count_flops  # noqa: PLC0415
+    from worker.model.backbone import cut_depth, find_blocks  # noqa: PLC0415
+    from worker.model.flops import count_flops  # noqa: PLC0415
 
     shape = SHAPES[model]
     raw = dict(shape.config)

@@ -16,10 +16,11 @@ from typing import Final
 
 from producer import fleet
 from producer.display import Display
-from producer.embedded import die_with_parent, embedded_server
+from producer.embedded import embedded_server
 from swathe import log, queue
 from swathe.errors import IncompleteRunError, WorkerError
 from swathe.manifest import Manifest, seal
+from swathe.parent import die_with_me
 from swathe.records import RunState, RunWatcher
 from swathe.settings import Settings
 from swathe.spec import RunSpec
@@ -76,7 +77,7 @@ def _workers(
             stdout=output,
             stderr=output,
             start_new_session=True,  # Ctrl-C is ours to hand on, once
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has one thread here
+            preexec_fn=die_with_me(),  # noqa: PLW1509 - this process has one thread here
         )
     try:
         yield process
@@ -135,7 +136,7 @@ def check(store: Store, *, samples: int, devices: str) -> None:
         *(sys.executable, "-P", "-m", "worker.cli", "check", store.url),
         *("--samples", str(samples), "--device", "cpu" if devices == "cpu" else "auto"),
     ]
-    done = subprocess.run(command, check=False, preexec_fn=die_with_parent)
+    done = subprocess.run(command, check=False, preexec_fn=die_with_me())
     if done.returncode:
         msg = (
             f"{store.url}: the stored states are not what the model computes (or could not be checked, see above); "

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import xxhash
@@ -20,7 +20,7 @@ from swathe.location import at_home
 from swathe.records import RunState, RunWatcher, open_run
 from swathe.spec import RangeId, RangeRecord, RunSpec
 from swathe.store import Store
-from swathe.tokens import RangeTokens, TokenReader
+from swathe.tokens import TokenReader
 
 _EXPONENT: Final = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
 _BITS: Final = {"bfloat16": "u2", "float16": "u2", "float32": "u4"}
@@ -152,7 +152,8 @@ class _Checker:
 
     def _content(self, record: RangeRecord, header: codec.Header) -> Iterator[str]:
         tokens = self._tokens.read_range(record.range_id)
-        planned = _without(tokens, [bad.row for bad in record.quarantined])
+        bad_rows = [bad.row for bad in record.quarantined]
+        planned = tokens.keep(np.flatnonzero(~np.isin(tokens.rows, bad_rows)).tolist())
         wanted: dict[str, codec.Array] = {
             "row": planned.rows,
             "offsets": planned.offsets,
@@ -202,20 +203,3 @@ def _bad_vectors(states_TKH: codec.Array, dtype: str, first: int) -> Iterator[st
     if zero.any():
         token, slot = np.argwhere(zero)[0]
         yield f"token {first + token} slot {slot} is all zeros"
-
-
-def _without(tokens: RangeTokens, rows: list[int]) -> RangeTokens:
-    """The planned range less its quarantined samples."""
-    if not rows:
-        return tokens
-    kept = ~np.isin(tokens.rows, rows)
-    lengths = np.diff(tokens.offsets)
-    per_token = np.repeat(kept, lengths)
-    offsets: Any = np.concatenate([[0], np.cumsum(lengths[kept])])
-    return RangeTokens(
-        range_id=tokens.range_id,
-        rows=tokens.rows[kept],
-        offsets=offsets,
-        input_ids=tokens.input_ids[per_token],
-        loss_mask=tokens.loss_mask[per_token],
-    )

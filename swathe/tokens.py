@@ -42,13 +42,53 @@ _CACHED_FILES: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeTokens:
-    """The samples of one range. rows int64 [n], offsets int64 [n + 1] from 0, input_ids int32 [T], loss_mask uint8 [T]."""
+    """The samples of one range, end to end in planned order: n samples, T tokens of all of them."""
 
     range_id: RangeId
     rows: Int64
+    """[n] 0-based places in the user's data set."""
     offsets: Int64
+    """[n + 1] first token of each sample, from 0; the last is T."""
     input_ids: Int32
+    """[T]"""
     loss_mask: UInt8
+    """[T]"""
+
+    @property
+    def count(self) -> int:
+        """Samples n."""
+        return len(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens T."""
+        return len(self.input_ids)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sample."""
+        lengths: list[int] = np.diff(self.offsets).tolist()
+        return lengths
+
+    def ids(self, sample: int) -> Int32:
+        """Input ids of one sample, not copied."""
+        return self.input_ids[self.offsets[sample] : self.offsets[sample + 1]]
+
+    def keep(self, samples: Sequence[int]) -> "RangeTokens":
+        """Only these samples, in their order."""
+        chosen = list(samples)
+
+        def join(values: Any) -> Any:
+            parts = [values[self.offsets[i] : self.offsets[i + 1]] for i in chosen]
+            return np.concatenate(parts) if parts else values[:0]
+
+        return RangeTokens(
+            range_id=self.range_id,
+            rows=self.rows[chosen],
+            offsets=offsets_of(np.diff(self.offsets)[chosen]),
+            input_ids=join(self.input_ids),
+            loss_mask=join(self.loss_mask),
+        )
 
 
 class TokenWriter:

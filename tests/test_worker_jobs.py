@@ -9,8 +9,8 @@ from fleet import QUEUE, FakeWork, Running, end_all, enqueue, job, new_worker, w
 
 from swathe import names, queue
 from swathe.queue import QueueCounts, RangeQueue
-from worker.contract import Hooks
-from worker.supervisor import worker_name
+from worker.host.supervisor import worker_name
+from worker.loop.contract import Hooks
 
 
 @pytest.fixture(autouse=True)

@@ -46,11 +46,11 @@ def supervise(
     """Run one worker process on each device, until told to stop."""
     if context.invoked_subcommand is not None:
         return
-    from worker import devices as inventory
-    from worker.node import Node
-    from worker.nvml import GpuMonitor, GpuReader
-    from worker.reports import Inbox
-    from worker.supervisor import Supervisor, SupervisorOptions
+    from worker.host import devices as inventory
+    from worker.host.node import Node
+    from worker.host.supervisor import Supervisor, SupervisorOptions
+    from worker.telemetry.nvml import GpuMonitor, GpuReader
+    from worker.telemetry.reports import Inbox
 
     settings = read_settings()
     connection = connect(_redis_url(settings), retries=1)
@@ -101,7 +101,7 @@ def serve_command(
     metrics: Annotated[str | None, typer.Option(help="Where this node's metrics are.")] = None,
 ) -> None:
     """Work on the one device that this process can see."""
-    from worker.kernel_cache import keep_kernels
+    from worker.model.kernels.cache import keep_kernels
 
     settings = read_settings()
     keep_kernels(settings.kernel_cache)

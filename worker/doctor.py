@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from worker.packing import attention_kernel
-from worker.rates import host_copy_bytes, matmul_flops
+from worker.engine.rates import host_copy_bytes, matmul_flops
+from worker.model.kernels.packing import attention_kernel
 
 _PACKAGES: Final = ("torch", "transformers", "triton", "fla-core", "safetensors", "rq", "redis")
 

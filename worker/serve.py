@@ -18,13 +18,13 @@ from swathe.settings import Settings
 from swathe.spec import RunId
 from swathe.store import open_store
 from swathe.submission import submit
-from worker.contract import Hooks, WorkerOptions
-from worker.devices import CPU_UUID
-from worker.extraction import Extraction
-from worker.jobs import RangeWorker
-from worker.reporter import Reporter
-from worker.reports import Outlet
-from worker.telemetry import Telemetry
+from worker.extraction.extraction import Extraction
+from worker.host.devices import CPU_UUID
+from worker.loop.contract import Hooks, WorkerOptions
+from worker.loop.jobs import RangeWorker
+from worker.telemetry.reporter import Reporter
+from worker.telemetry.reports import Outlet
+from worker.telemetry.totals import Telemetry
 
 _SWITCH_S: Final = 0.0005
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from worker.transfer import Copier, HostRing, Run, contiguous_runs
+from worker.engine.transfer import Copier, HostRing, Run, contiguous_runs
 
 
 def test_taking_waits_until_a_buffer_is_given_back():
