@@ -123,6 +123,9 @@ def _announce(source: Store, dest: Store, spec: RunSpec) -> Arrival:
             f"{arrival.source} {dest.url}, or use another destination"
         )
         raise RunMismatchError(msg)
+    dest.collect(
+        older_than_s=0
+    )  # of an earlier call; nobody else writes here before the run is here
     # Left there when the run went from there to here; from now on moving.json leads the way.
     dest.delete(names.MOVED)
     return arrival

@@ -13,10 +13,9 @@ from pydantic import SecretStr
 from swathe import log
 from swathe.manifest import seal
 from swathe.queue import connect
-from swathe.records import RunWatcher, read_run
+from swathe.records import RunWatcher, open_run
 from swathe.settings import Settings
 from swathe.spec import RunId
-from swathe.store import open_store
 from swathe.submission import submit
 from worker.extraction.extraction import Extraction
 from worker.host.devices import CPU_UUID
@@ -128,18 +127,18 @@ class _Fleet:
 
     def rebuild(self, run_id: RunId, url: str) -> bool:
         """Compare a run with its store: enqueue what the queue lost, seal what is complete; True when nothing is left."""
-        store = open_store(url)
-        spec = read_run(store)
+        store, spec = open_run(url)
         if spec.run_id != run_id:
             return True
-        state = RunWatcher(store, spec).read()
+        watcher = RunWatcher(store, spec)
+        state = watcher.read()
         if state.complete:
-            seal(store, state)
+            seal(watcher.store, state)
             return True
         if state.missing:
             connection = connect(self._redis_url, retries=1)
             try:
-                done = submit(connection, store, state)
+                done = submit(connection, watcher.store, state)
             finally:
                 connection.close()
             if done.added or done.repaired:

@@ -16,7 +16,6 @@ from swathe.records import read_record
 from swathe.spec import Quarantined, RangeId, RangeRecord, RunSpec, to_json
 from swathe.store import Store
 from swathe.tokens import RangeTokens
-from worker.telemetry.accounts import note_record
 from worker.telemetry.totals import Telemetry
 
 logger = log.get("sink")
@@ -65,8 +64,8 @@ class Sink:
         quarantined: tuple[Quarantined, ...],
         author: Author,
         stage_seconds: Mapping[str, float],
-    ) -> bool:
-        """Make a range durable; False when another worker had committed it first.
+    ) -> RangeRecord | None:
+        """Make a range durable; returns its record, or None when another worker had committed it first.
 
         ``tokens`` are the samples that were computed, ``states`` their hidden states [T, K, H] (None when every
         sample is quarantined). Raises StoreError or NoSpaceError; then nothing of this attempt counts.
@@ -101,9 +100,14 @@ class Sink:
             self._telemetry.outcome("duplicate")
             if shard is not None:
                 self._store.delete(shard)
-            return False
-        note_record(self._telemetry, record)
-        return True
+            return None
+        return record
+
+    def withdraw(self, record: RangeRecord) -> None:
+        """Take back a range that this worker recorded."""
+        self._store.delete(names.record(record.range_id))
+        if record.shard is not None:
+            self._store.delete(record.shard)
 
     def _encode(self, tokens: RangeTokens, states: codec.TensorView) -> list[codec.Buffer]:
         spec = self._spec
