@@ -10,7 +10,7 @@ from typing import Final
 
 from swathe import names
 from swathe.errors import IntegrityError, ObjectMissingError
-from swathe.spec import RangeId, RangeRecord, to_json
+from swathe.spec import RangeId, RangeRecord, from_json
 from swathe.store import Store, Written
 
 _PIECE_BYTES: Final = 16 << 20
@@ -44,11 +44,16 @@ def carry_known(source: Store, dest: Store, key: str, size_bytes: int, xxh3: str
 def carry_range(source: Store, dest: Store, record: RangeRecord) -> bool:
     """Copy a range's shard, then create its record; False when the destination had a record of its own by then.
 
-    Raises IntegrityError when the shard is not what its record says.
+    Raises IntegrityError when the shard is not what its record says, or the record is another by now.
     """
+    key = names.record(record.range_id)
     if record.shard is not None:
         carry_known(source, dest, record.shard, record.size_bytes, record.xxh3)
-    return dest.create(names.record(record.range_id), to_json(record))
+    data = source.read(key)
+    if from_json(RangeRecord, data, origin=f"{source.url}/{key}") != record:
+        msg = f"{source.url}/{key}: the range was done again meanwhile"
+        raise IntegrityError(msg, key=key)
+    return dest.create(key, data)
 
 
 def carry_ranges(
