@@ -198,8 +198,12 @@ class RunSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the run's shards will hold (states, ids, masks, offsets, rows; without headers)."""
-        return self.totals.tokens * (self.bytes_per_token + 5) + self.totals.samples * 16
+        """Bytes that the run's shards will hold."""
+        return self.shard_bytes(self.totals.tokens, self.totals.samples)
+
+    def shard_bytes(self, tokens: int, samples: int) -> int:
+        """Bytes that shards of so many tokens hold (states, ids, masks, offsets, rows; without headers)."""
+        return tokens * (self.bytes_per_token + 5) + samples * 16
 
     def token_file_of(self, range_id: RangeId) -> TokenFile:
         """The token file that holds a range. Raises FormatError for a range outside the plan."""

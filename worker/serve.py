@@ -3,6 +3,8 @@
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,6 +28,7 @@ from worker.telemetry.reports import Outlet
 from worker.telemetry.totals import Telemetry
 
 _SWITCH_S: Final = 0.0005
+_SPACE_EVERY_S: Final = 2.0
 
 logger = log.get("worker")
 
@@ -90,13 +93,17 @@ def _reporter(
     worker: RangeWorker, work: Extraction, telemetry: Telemetry, place: Place
 ) -> Reporter:
     activity = worker.activity(
-        loading=lambda: telemetry.is_in("load"), blocked=work.waits_for_buffer
+        loading=lambda: telemetry.is_in("load"),
+        blocked=work.waits_for_buffer,
+        full=work.waits_for_room,
     )
 
     def refresh() -> None:
-        work.note_free_space()
+        work.watch.look()
         telemetry.put("store_retries", work.store_retries)
 
+    # On a thread of its own: a file system that is away answers not even this.
+    threading.Thread(target=_note_space, args=(work,), name="space", daemon=True).start()
     return Reporter(
         telemetry,
         activity,
@@ -105,6 +112,12 @@ def _reporter(
         ticked_s=lambda: worker.ticked_s,
         refresh=refresh,
     )
+
+
+def _note_space(work: Extraction) -> None:
+    while True:
+        work.note_free_space()
+        time.sleep(_SPACE_EVERY_S)
 
 
 class _Fleet:

@@ -34,6 +34,7 @@ from tests.support.s3_server import BUCKET, S3Server, unfinished_uploads
 from tests.support.synthetic_run import RANGES, SyntheticRun, write_run
 from worker.extraction.open_runs import OpenRuns
 from worker.extraction.sink import Author
+from worker.extraction.store_watch import StoreWatch
 from worker.telemetry.totals import Telemetry
 
 Place = Callable[[str], str]
@@ -216,9 +217,15 @@ def test_a_range_that_is_committed_while_the_run_leaves_is_where_the_run_is(
     assert len(shards) == 1, "stored once"
 
 
+def open_runs(*roots: str) -> OpenRuns:
+    telemetry = Telemetry()
+    watch = StoreWatch(telemetry, limit_s=60)
+    return OpenRuns(Settings(store_roots=roots, min_free_bytes=0), telemetry, watch)
+
+
 def commit_by_worker(store: Store, written: SyntheticRun, range_id: int) -> None:
     """What ``Extraction.publish`` does with a computed range."""
-    runs = OpenRuns([], Telemetry())
+    runs = open_runs()
     spec = written.spec
     run = runs._made(store, spec)
     tokens = run.tokens.read_range(RangeId(range_id))
@@ -364,14 +371,14 @@ def test_a_worker_does_not_follow_a_run_out_of_its_roots(place: Place, tmp_path:
     job = RangeJob(
         run_url=source, run_id=spec.run_id, fingerprint=spec.fingerprint, range_id=RangeId(0)
     )
-    inside, outside = OpenRuns([str(tmp_path)], Telemetry()), OpenRuns([source], Telemetry())
+    inside, outside = open_runs(str(tmp_path)), open_runs(source)
     runs = [one.open(job) for one in (inside, outside)]
     move(source, dest)
     assert inside.at_home(runs[0], lambda run: run.store.url) == dest
     with pytest.raises(ConfigError, match="SWATHE_STORE_ROOTS"):
         outside.at_home(runs[1], lambda run: run.store.url)
     with pytest.raises(ConfigError, match="SWATHE_STORE_ROOTS"):
-        OpenRuns([source], Telemetry()).open(job)
+        open_runs(source).open(job)
     # The old folder is deleted for good: who is told the new place does not miss it.
     (Path(source) / names.MOVED).unlink()
     there = RangeJob(

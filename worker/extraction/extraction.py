@@ -35,9 +35,11 @@ from worker.engine.ranges import RangeStates
 from worker.engine.rates import matmul_flops, tokens_that_fit, warm_up
 from worker.extraction.isolation import Isolation, Trials
 from worker.extraction.open_runs import OpenRuns
+from worker.extraction.room import Room
 from worker.extraction.sink import Author
 from worker.extraction.software import software_versions
 from worker.extraction.steps import Computed, OpenRun, Prepared, Started
+from worker.extraction.store_watch import StoreWatch
 from worker.extraction.vouching import vouched
 from worker.loop.contract import STORED
 from worker.model.device_errors import device_errors
@@ -65,13 +67,17 @@ class Extraction:
         device_id: str,
         settings: Settings,
         telemetry: Telemetry,
+        patient: bool = True,
     ) -> None:
+        """Who is ``patient`` keeps what is computed until there is room for it in the store."""
         self._name = name
         self._device = device
         self._device_id = device_id
         self._settings = settings
         self._telemetry = telemetry
-        self._runs = OpenRuns(settings.store_roots, telemetry)
+        self.watch = StoreWatch(telemetry, limit_s=settings.store_stall_s)
+        self._runs = OpenRuns(settings, telemetry, self.watch)
+        self._room = Room(telemetry, self.watch) if patient else None
         self._engine: Engine | None = None
         self._model: HiddenStateModel | None = None
         self._engine_key: tuple[object, ...] | None = None
@@ -94,6 +100,10 @@ class Extraction:
         engine = self._engine
         return engine is not None and engine.ring.waiting
 
+    def waits_for_room(self) -> bool:
+        """Whether something computed cannot be stored because the store is full."""
+        return self._room is not None and self._room.waiting
+
     @property
     def store_retries(self) -> int:
         """Requests to stores after the first; stores that never repeat one count none."""
@@ -108,7 +118,7 @@ class Extraction:
 
         Raises RunMismatchError when the URL holds another run than the job's.
         """
-        with self._telemetry.stage("read"):
+        with self._telemetry.stage("read"), self.watch.operation():
             prepared = self._runs.at_home(
                 self._runs.open(job), lambda run: _read(run, job.range_id)
             )
@@ -180,7 +190,7 @@ class Extraction:
         return computed
 
     def publish(self, computed: object) -> None:
-        """Commit the range; when this returns its record is durable, ours or another worker's."""
+        """Commit the range; when this returns its record is durable, ours or another worker's. A full store is waited for."""
         computed = _expect(Computed, computed)
         states = computed.states
 
@@ -194,8 +204,12 @@ class Extraction:
                 states.stats.stage_seconds,
             )
 
+        def store() -> RangeRecord | None:
+            return self._runs.commit(computed.run, commit)
+
         try:
-            record = self._runs.commit(computed.run, commit)
+            with self.watch.operation():
+                record = self._room.wait_for(store) if self._room else store()
         finally:
             states.release()
         if record is not None:

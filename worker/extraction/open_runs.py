@@ -4,18 +4,20 @@ A range may be read where the run was and stored where the run is: what it compu
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from swathe.errors import ConfigError, RefusedJobError, RunMismatchError
 from swathe.location import at_home
 from swathe.queue.payload import allowed_run_url
 from swathe.records import open_run
+from swathe.settings import Settings
 from swathe.spec import RangeJob, RangeRecord, RunId, RunSpec
 from swathe.store import Store
 from swathe.tokens import TokenReader
 from worker.extraction.sink import Sink
 from worker.extraction.steps import OpenRun
+from worker.extraction.store_watch import StoreWatch
 from worker.telemetry.totals import Telemetry
 
 _MOST: Final = 8
@@ -26,9 +28,11 @@ _Value = TypeVar("_Value")
 class OpenRuns:
     """The runs used last. Safe to call from several threads."""
 
-    def __init__(self, roots: Sequence[str], telemetry: Telemetry) -> None:
-        self._roots = roots
+    def __init__(self, settings: Settings, telemetry: Telemetry, watch: StoreWatch) -> None:
+        self._roots = settings.store_roots
+        self._min_free_bytes = settings.min_free_bytes
         self._telemetry = telemetry
+        self._watch = watch
         self._runs: dict[tuple[RunId, str], OpenRun] = {}
         """By id and URL: a run that was moved, and is known under its new URL only, is not looked for at the old."""
         self._lock = threading.Lock()
@@ -36,8 +40,10 @@ class OpenRuns:
     @property
     def store_retries(self) -> int:
         """Requests to stores after the first; stores that never repeat one count none."""
-        with self._lock:
-            return max((getattr(run.store, "retries", 0) for run in self._runs.values()), default=0)
+        # Without the lock: whoever asks must not wait for a store that does not answer.
+        return max(
+            (getattr(run.store, "retries", 0) for run in list(self._runs.values())), default=0
+        )
 
     def open(self, job: RangeJob) -> OpenRun:
         """The job's run. Raises RunMismatchError when its URL holds another run here."""
@@ -88,7 +94,7 @@ class OpenRuns:
             store=store,
             spec=spec,
             tokens=TokenReader(store, spec),
-            sink=Sink(store, spec, self._telemetry),
+            sink=Sink(store, spec, self._telemetry, self._watch, self._min_free_bytes),
         )
 
     def _keep(self, url: str, run: OpenRun) -> None:
