@@ -128,8 +128,8 @@ class Sink:
         free_bytes = self._store.free_bytes()
         if free_bytes is not None and free_bytes - size_bytes < self._min_free_bytes:
             msg = (
-                f"{self._store.url}: {free_bytes / 1e9:.2f} GB are free, a shard of {size_bytes / 1e9:.2f} GB would "
-                f"leave less than SWATHE_MIN_FREE_BYTES ({self._min_free_bytes / 1e9:.2f} GB); make room"
+                f"{self._store.url}: {free_bytes:,} bytes are free, a shard of {size_bytes:,} would leave less than "
+                f"SWATHE_MIN_FREE_BYTES ({self._min_free_bytes:,}); make room"
             )
             raise NoSpaceError(msg)
 
