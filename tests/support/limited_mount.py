@@ -6,6 +6,8 @@ Needs Linux with /dev/fuse, libfuse 2 and the package fusepy; no test depends on
 mounts write: an object can be read once its file was closed, cannot be opened for writing again, and is not rewritten.
 """
 
+# ruff: noqa: PTH - the calls of a file system, one for one
+
 import argparse
 import errno
 import os
