@@ -6,7 +6,7 @@ Needs Linux with /dev/fuse, libfuse 2 and the package fusepy; no test depends on
 mounts write: an object can be read once its file was closed, cannot be opened for writing again, and is not rewritten.
 """
 
-# ruff: noqa: PTH - the calls of a file system, one for one
+# ruff: noqa: PTH102, PTH105, PTH106, PTH108, PTH208 - the calls of a file system, one for one
 
 import argparse
 import errno
