@@ -280,7 +280,7 @@ def _clear(source: Store, home: Store, spec: RunSpec) -> None:
         known = state.records.get(range_id)
         if known is None or not _is_whole(known, sizes):
             _carry_late(source, home, spec, range_id)
-    for key in _late_keys(source):
+    for key in (*_late_keys(source), names.FINAL_NORM):
         with contextlib.suppress(
             ObjectMissingError
         ):  # its writer saw the marker, and wrote it again over there
@@ -288,10 +288,13 @@ def _clear(source: Store, home: Store, spec: RunSpec) -> None:
     state = RunWatcher(home, spec).read()
     if state.complete and not state.sealed:
         seal(home, state)
+    source.delete(
+        names.RUN
+    )  # first, so that without moved.json there is no run here, and not half of one
     for folder in _FOLDERS:
         for item in list(source.list(folder)):
             source.delete(item.key)
-    for key in (*_SINGLES, names.RUN, names.MOVING):
+    for key in (*_SINGLES, names.MOVING):
         source.delete(key)
     source.collect(older_than_s=0)
     for folder in _FOLDERS:

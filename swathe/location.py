@@ -44,13 +44,16 @@ def moved(store: Store) -> Store | None:
 
 
 def at_home(store: Store, action: Callable[[Store], _Value]) -> _Value:
-    """Do something where the run is, and once more when it was moved meanwhile; ``action`` must bear repeating."""
+    """Do something where the run is, and once more when it was moved meanwhile; ``action`` must bear repeating.
+
+    Errors that are worth another attempt of the whole work pass: a store that is away would only be asked once more.
+    """
     store = moved(store) or store
     while True:
         try:
             done = action(store)
-        except (SwatheError, OSError):
-            if (onward := moved(store)) is None:
+        except SwatheError as error:
+            if error.retryable or (onward := moved(store)) is None:
                 raise
         else:
             if (onward := moved(store)) is None:

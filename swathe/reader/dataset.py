@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from swathe.errors import ConfigError, IntegrityError, StoreError
+from swathe.errors import ConfigError, IntegrityError, ObjectMissingError
 from swathe.location import at_home, moved, open_home
 from swathe.reader.cache import ShardCache
 from swathe.reader.index import Shard, open_index
@@ -198,7 +198,7 @@ class HiddenStates:
         store, source = self.store, self._source
         try:
             return question(source)
-        except (IntegrityError, StoreError):
+        except (IntegrityError, ObjectMissingError):
             home = moved(store)
             if home is None:
                 raise

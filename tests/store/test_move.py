@@ -20,6 +20,7 @@ from swathe.errors import (
     NoSpaceError,
     ObjectMissingError,
     RunMismatchError,
+    StoreError,
     SwatheError,
 )
 from swathe.location import at_home, open_home
@@ -112,6 +113,11 @@ def test_killed_at_every_step_it_is_readable_and_goes_on(place: Place, when: str
         assert verify(open_store(source), full=True).ok
         if keys(open_store(dest)):
             assert_readable(dest, written)
+        for key in keys(open_store(dest)):
+            if names.record_range(key) is not None:
+                assert read_record_shard(open_store(dest).read(key)) in keys(open_store(dest))
+        left = keys(open_store(source)) - {names.MOVED}
+        assert left == before.keys() or names.RUN not in left, "half a run is no run"
         # The home is one place, whichever end is asked.
         assert open_home(source).url == open_home(dest).url or not keys(open_store(dest))
         move(source, dest)
@@ -249,8 +255,8 @@ def test_a_record_of_the_last_moment_is_carried_over(
 
     def late(self: LocalStore, key: str, data: bytes) -> bool:
         if key == names.MOVED:
-            key_of_shard = read_record_shard(record)
-            self.write(key_of_shard, [shard])
+            self.write(read_record_shard(record), [shard])
+            self.write(names.FINAL_NORM, [b"norm"])
             create(self, names.record(RangeId(1)), record)
         return create(self, key, data)
 
@@ -258,6 +264,7 @@ def test_a_record_of_the_last_moment_is_carried_over(
     move(source, dest)
     assert_readable(dest, written)
     assert verify(open_store(dest), full=True).ok
+    assert open_store(dest).read(names.FINAL_NORM) == b"norm"
     assert keys(store) == {names.MOVED}
 
 
@@ -413,6 +420,15 @@ def test_an_action_is_repeated_where_the_run_is_and_its_own_errors_pass(place: P
     assert seen == [source, dest]
     with pytest.raises(IntegrityError, match="own"):
         at_home(open_store(dest), lambda _store: (_ for _ in ()).throw(IntegrityError("own")))
+
+    def away(store: Store) -> None:
+        move(store.url, place("local"))
+        msg = "away"
+        raise StoreError(msg)
+
+    # Worth another attempt of the whole work, which opens the run anew.
+    with pytest.raises(StoreError, match="away"):
+        at_home(open_store(dest), away)
 
 
 @pytest.fixture
