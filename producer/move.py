@@ -306,10 +306,7 @@ def _clear(source: Store, home: Store, spec: RunSpec) -> None:
 def _carry_late(source: Store, home: Store, spec: RunSpec, range_id: RangeId) -> None:
     """A range that was recorded in the source while the run left. What cannot be had is done again over there."""
     try:
-        record = read_record(source, spec, range_id)
-        came_late = not carry_range(source, home, record)
-        if came_late and record.shard and read_record(home, spec, range_id).shard != record.shard:
-            home.delete(record.shard)
+        carry_range(source, home, read_record(source, spec, range_id))
     except (FormatError, RunMismatchError, IntegrityError, ObjectMissingError) as error:
         logger.warning("left behind, to be computed again", range_id=range_id, reason=str(error))
 

@@ -418,6 +418,9 @@ def test_an_action_is_repeated_where_the_run_is_and_its_own_errors_pass(place: P
 
     assert at_home(open_store(source), action) == 2
     assert seen == [source, dest]
+    assert at_home(open_store(source), lambda store: store.url) == dest
+    assert at_home(open_store(source), action) == 3
+    assert seen == [source, dest, dest], "nothing is tried where the run is no more"
     with pytest.raises(IntegrityError, match="own"):
         at_home(open_store(dest), lambda _store: (_ for _ in ()).throw(IntegrityError("own")))
 
