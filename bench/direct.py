@@ -168,8 +168,8 @@ def _perturbed(model: Any, engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
 
     bounds = canary_bounds(selftest.self_test(model, "packed"))
     samples = next(_ranges({**spec, "range_tokens": 4096}, model.vocab_rows))
-    good = engine.compute(samples)
-    found: dict[str, Any] = {"canary_of_right_kernels": take_canary(model, good, 0, bounds).passed}
+    good = engine.compute(samples, keep=0)
+    found: dict[str, Any] = {"canary_of_right_kernels": take_canary(model, good, bounds).passed}
     good.release()
     fast = model._kernels._fast  # noqa: SLF001 - made wrong on purpose
     right = list(fast)
@@ -181,8 +181,8 @@ def _perturbed(model: Any, engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
         if not any(name in type(module).__name__ for module, _ in right):
             continue
         test = selftest.self_test(model, "packed")
-        states = engine.compute(samples)
-        canary = take_canary(model, states, 0, bounds)
+        states = engine.compute(samples, keep=0)
+        canary = take_canary(model, states, bounds)
         states.release()
         found[name] = {"self_test": test.reason or "passed", "canary_passed": canary.passed}
         found[name]["canary_errors"] = {k: round(v, 4) for k, v in canary.errors.items()}

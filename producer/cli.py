@@ -54,7 +54,12 @@ MaxLength = Annotated[
 ]
 OverlongOption = Annotated[str, typer.Option(help="Longer samples: reject or truncate.")]
 RangeTokens = Annotated[int, typer.Option(min=1, help="Tokens of a range, which is one batch.")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), bf16, fp16, fp32 or fp8.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Computed and stored in: auto (the checkpoint's), bf16, fp16, fp32; fp8: computed in the checkpoint's."
+    ),
+]
 Columns = Annotated[str, typer.Option(help="Columns by other names: messages=conversations,id=key")]
 TemplateKwargs = Annotated[str, typer.Option(help="Extra variables of the chat template, as JSON.")]
 MinSupervised = Annotated[

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import xxhash
 
-from producer.options import PlanOptions, layer_slots, stored_dtype
+from producer.options import PlanOptions, dtypes, layer_slots
 from swathe import architectures, names
 from swathe.chat import describe_tokenizer
 from swathe.checkpoint import Checkpoint, resolve
@@ -23,6 +23,7 @@ from swathe.spec import (
     LayerSlot,
     Policies,
     RunSpec,
+    StoredDtype,
     TokenizerSpec,
 )
 from swathe.store import Store
@@ -40,7 +41,8 @@ class Inputs:
     dataset: Dataset
     tokenizer: TokenizerSpec | None
     layers: tuple[LayerSlot, ...]
-    dtype: ComputeDtype
+    compute_dtype: ComputeDtype
+    stored_dtype: StoredDtype
     batching: Batching
     policies: Policies
     limits: Limits
@@ -78,6 +80,7 @@ def resolve_inputs(options: PlanOptions, model_roots: Sequence[Path]) -> Inputs:
     kwargs = options.chat_template_kwargs if content == "messages" else {}
     form = architectures.batch_form(spec.model_type)
     policies = _policies(options, spec.max_positions)
+    compute_dtype, stored_dtype = dtypes(options.dtype, spec.checkpoint_dtype)
     return Inputs(
         options=options,
         checkpoint=checkpoint,
@@ -86,7 +89,8 @@ def resolve_inputs(options: PlanOptions, model_roots: Sequence[Path]) -> Inputs:
         if content == "input_ids"
         else describe_tokenizer(checkpoint.folder, template_kwargs=kwargs),
         layers=layer_slots(options.layers, final=options.final, num_layers=spec.num_layers),
-        dtype=stored_dtype(options.dtype, spec.checkpoint_dtype),
+        compute_dtype=compute_dtype,
+        stored_dtype=stored_dtype,
         batching=Batching(
             form=form,
             order=architectures.sample_order(form),
@@ -158,7 +162,7 @@ def _differences(store: Store, inputs: Inputs, run: RunSpec) -> Iterator[str]:
     mine = inputs.dataset_spec(run.dataset.files)
     pairs: dict[str, tuple[Any, Any]] = {
         "layers": ([s.layer for s in run.layers], [s.layer for s in inputs.layers]),
-        "dtype": (run.stored_dtype, inputs.dtype),
+        "dtype": (run.stored_dtype, inputs.stored_dtype),
         "range_tokens": (run.batching.range_tokens, inputs.batching.range_tokens),
         "limit": (run.dataset.limit, mine.limit),
         "columns": (run.dataset.columns, mine.columns),

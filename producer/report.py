@@ -20,7 +20,10 @@ def plan_lines(report: PlanReport) -> Iterator[str]:
         yield "  RANDOM WEIGHTS: for rehearsals and benchmarks; never train on these states"
     slots = ", ".join(str(slot.layer) for slot in spec.layers)
     yield f"  model    {spec.model.source} ({spec.model.model_type}, {spec.model.num_layers} blocks)"
-    yield f"  layers   {slots}, stored as {spec.stored_dtype}"
+    computed = (
+        "" if spec.stored_dtype == spec.compute_dtype else f", computed in {spec.compute_dtype}"
+    )
+    yield f"  layers   {slots}, stored as {spec.stored_dtype}{computed}"
     yield f"  rows     {totals.rows:,}: {totals.samples:,} samples, {totals.rejected:,} rejected"
     mean = totals.tokens / max(totals.samples, 1)
     yield f"  tokens   {totals.tokens:,}, {mean:.0f} a sample, longest {totals.longest:,}"

@@ -31,6 +31,8 @@ Content = Literal["input_ids", "messages", "text"]
 Overlong = Literal["reject", "truncate"]
 StoredDtype = Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
+FLOAT8: Final = "float8_e4m3fn"
+"""The one stored dtype that is never computed in, and that has scales."""
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1,
@@ -193,7 +195,7 @@ class RunSpec:
     def bytes_per_token(self) -> int:
         """Bytes of ``hidden_states`` (and fp8 scales) that one token costs."""
         slots = len(self.layers)
-        scales = 4 * slots if self.stored_dtype == "float8_e4m3fn" else 0
+        scales = 4 * slots if self.stored_dtype == FLOAT8 else 0
         return slots * self.model.hidden_size * ITEM_BYTES[self.stored_dtype] + scales
 
     @property
@@ -263,7 +265,8 @@ class FailedMarker:
 class CanaryRecord:
     """canaries/000042.json: one stored sample computed again, alone, on the reference path.
 
-    ``errors`` are medians over its tokens, ``bounds`` what they may be, both by layer.
+    ``errors`` are medians over its tokens, ``bounds`` what they may be, both by layer. ``stored_as_computed``: the bytes
+    to be stored are those that the host makes of the computed states.
     """
 
     format_version: int = FORMAT_VERSION
@@ -273,6 +276,7 @@ class CanaryRecord:
     tokens: int
     errors: dict[str, float]
     bounds: dict[str, float]
+    stored_as_computed: bool = True
     passed: bool
     worker: str
     device: str

@@ -175,6 +175,20 @@ def test_run_json_says_what_the_run_is(made, tmp_path):
     assert found["versions"]["pyarrow"] == pa.__version__
 
 
+def test_float8_is_computed_in_the_checkpoints_dtype_and_costs_half(made):
+    _, options = made
+    store = MemoryStore()
+    report = plan(store, dataclasses.replace(options, dtype="fp8"))
+    spec = read_run(store)
+    assert (spec.compute_dtype, spec.stored_dtype) == ("bfloat16", "float8_e4m3fn")
+    assert spec.bytes_per_token == 3 * (8 + 4)
+    assert report.state_bytes == spec.totals.tokens * (3 * (8 + 4) + 5) + 490 * 16
+    assert "stored as float8_e4m3fn, computed in bfloat16" in "\n".join(plan_lines(report))
+    with pytest.raises(RunMismatchError, match="dtype: float8_e4m3fn in the run, bfloat16 asked"):
+        plan(store, options)
+    assert plan(store, dataclasses.replace(options, dtype="fp8")).reused
+
+
 def test_planning_again_takes_up_the_run_without_reading_rows(made, monkeypatch):
     _, options = made
     store = MemoryStore()
@@ -251,7 +265,6 @@ def test_a_newer_version_that_packs_goes_on_with_a_padded_run(made, monkeypatch)
         ({"layers": (0, 3)}, PlanError, "layer 3 and final are the same tensor"),
         ({"layers": (1, 1)}, PlanError, "layer 1 is asked for twice"),
         ({"layers": (), "final": False}, ConfigError, "no layers"),
-        ({"dtype": "fp8"}, ConfigError, "fp8 comes later"),
         ({"dtype": "int8"}, ConfigError, "dtype int8"),
         ({"range_tokens": 0}, ConfigError, "range_tokens 0"),
         ({"limit": 0}, ConfigError, "limit 0"),

@@ -131,6 +131,7 @@ def check_command(
 
     from swathe import checkpoint
     from swathe.records import open_run
+    from swathe.spec import FLOAT8
     from worker.check import check_run
 
     settings = read_settings()
@@ -142,7 +143,10 @@ def check_command(
     print(f"checked rows {rows} ({result.tokens} tokens) against single forward passes:")
     for layer in result.layers:
         name = layer.layer if layer.layer == "final" else f"layer {layer.layer}"
-        print(f"  {name:>9}  relative error {layer.median:.1e} median, {layer.worst:.1e} worst")
+        print(
+            f"  {name:>9}  relative error {layer.median:.1e} median, {layer.worst:.1e} worst"
+            + (f", {layer.unexplained:.1e} beyond float8" if spec.stored_dtype == FLOAT8 else "")
+        )
     if not result.ok:
         print(
             f"swathe-worker: errors above {result.limit:g}: the states are wrong", file=sys.stderr

@@ -151,7 +151,7 @@ class _Fleet:
         if state.missing:
             connection = connect(self._redis_url, retries=1)
             try:
-                done = submit(connection, watcher.store, state)
+                done = submit(connection, watcher.store, state, rebuild=True)
             finally:
                 connection.close()
             if done.added or done.repaired:

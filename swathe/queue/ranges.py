@@ -77,10 +77,11 @@ class RangeQueue:
         """The queue of one model."""
         return cls(connection, names.queue(model_key))
 
-    def enqueue_if_absent(self, jobs: Iterable[RangeJob]) -> Enqueued:
+    def enqueue_if_absent(self, jobs: Iterable[RangeJob], *, rebuild: bool = False) -> Enqueued:
         """Put jobs at the end unless they are queued, parked or running; the same call twice changes nothing.
 
         Jobs that wait get the body given here, which differs when the run was moved.
+        A ``rebuild`` leaves cancelled runs alone; a person's call brings them back.
 
         Safe from any state (flushed, evicted hashes, list and hash disagreeing, a producer killed halfway) and beside
         another producer. A range that was refused or is a remnant of an older accident comes back.
@@ -89,7 +90,7 @@ class RangeQueue:
         stamp = iso_now()
         remaining = iter(jobs)
         while chunk := list(itertools.islice(remaining, CHUNK)):
-            args: list[Any] = []
+            args: list[Any] = ["rebuild" if rebuild else "asked"]
             for job in chunk:
                 args += [names.job(job.run_id, job.range_id), encode(job)]
             urls: dict[Any, Any] = {job.run_id: absolute_run_url(job.run_url) for job in chunk}
@@ -160,7 +161,16 @@ def known_runs(connection: Redis) -> dict[RunId, str]:
     """Runs that were submitted and not cancelled: run id and URL."""
     with redis_errors("list of runs"):
         found: Any = connection.hgetall(names.runs_key())
-    return {RunId(run_id.decode()): url.decode() for run_id, url in found.items()}
+    runs = {RunId(run_id.decode()): url.decode() for run_id, url in found.items()}
+    gone = cancelled_runs(connection)
+    return {run_id: url for run_id, url in runs.items() if run_id not in gone}
+
+
+def cancelled_runs(connection: Redis) -> frozenset[RunId]:
+    """Runs that were cancelled and not submitted again."""
+    with redis_errors("list of cancelled runs"):
+        found: Any = connection.smembers(names.cancelled_key())
+    return frozenset(RunId(run_id.decode()) for run_id in found)
 
 
 def paused_runs(connection: Redis) -> frozenset[RunId]:

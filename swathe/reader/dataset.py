@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from swathe.errors import ConfigError, IntegrityError, ObjectMissingError
 from swathe.location import at_home, moved, open_home
 from swathe.reader.cache import ShardCache
+from swathe.reader.float8 import dequantize
 from swathe.reader.index import Shard, open_index
-from swathe.reader.shards import STATES, MappedShards, RemoteShards, ShardSource
+from swathe.reader.shards import SCALES, STATES, MappedShards, RemoteShards, ShardSource
 from swathe.reader.slots import find_slot, select_slots, slots_of
-from swathe.spec import Layer, RunSpec
+from swathe.spec import FLOAT8, Layer, RunSpec
 from swathe.store import Store
 
 if TYPE_CHECKING:
@@ -68,8 +69,9 @@ class HiddenStates:
             open_home(run), lambda store: (store, open_index(store, unsealed=unsealed))
         )
         self._slots = None if layers is None else slots_of(self.spec, layers, run=self.url)
-        self._dequantize = dequantize and self.spec.stored_dtype == "float8_e4m3fn"
-        self._keep_scales = not dequantize and self.spec.stored_dtype == "float8_e4m3fn"
+        self._float8 = self.spec.stored_dtype == FLOAT8
+        self.gives_codes = self._float8 and not dequantize
+        """Whether ``ds[i]`` holds float8 codes and scales instead of values."""
         self._cache = cache_dir, cache_bytes
         self._source = _source(self.store, cache_dir, self.spec.run_id, cache_bytes)
 
@@ -126,20 +128,21 @@ class HiddenStates:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One sample. Raises IndexError, and IntegrityError naming the file when a shard is missing or damaged."""
+        sample = self.as_stored(index)
+        if self._float8 and not self.gives_codes:
+            import torch  # noqa: PLC0415
+
+            dtype: torch.dtype = getattr(torch, self.spec.compute_dtype)
+            sample[STATES] = dequantize(sample[STATES], sample.pop(SCALES), dtype)
+        return sample
+
+    def as_stored(self, index: int) -> dict[str, Any]:
+        """One sample in the stored dtype; of a float8 run with ``hidden_states_scales``, whatever ``dequantize`` says."""
         shard, first, stop = self._place(index)
         sample = self.tokens(index)
-        states_SKH = self._read(shard, STATES, first, stop)
-        if self._slots is not None:
-            states_SKH = select_slots(states_SKH, self._slots)
-        if self._dequantize or self._keep_scales:
-            scales_SK = self._read(shard, "hidden_states_scales", first, stop)
-            if self._slots is not None:
-                scales_SK = select_slots(scales_SK, self._slots)
-            if self._keep_scales:
-                sample["hidden_states_scales"] = scales_SK
-            else:
-                states_SKH = self._dequantized(states_SKH, scales_SK)
-        sample["hidden_states"] = states_SKH
+        for name in (STATES, SCALES) if self._float8 else (STATES,):
+            tensor = self._read(shard, name, first, stop)
+            sample[name] = tensor if self._slots is None else select_slots(tensor, self._slots)
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
@@ -214,12 +217,6 @@ class HiddenStates:
         first = int(self._index.offsets[index])
         stop = first + int(self._index.lengths[index])
         return self._index.shards[int(self._index.shard_of[index])], first, stop
-
-    def _dequantized(self, states_SKH: "torch.Tensor", scales_SK: "torch.Tensor") -> "torch.Tensor":
-        import torch  # noqa: PLC0415
-
-        dtype: torch.dtype = getattr(torch, self.spec.compute_dtype)
-        return (states_SKH.float() * scales_SK[..., None]).to(dtype)
 
 
 def _source(

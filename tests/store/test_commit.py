@@ -66,7 +66,7 @@ class Writer:
         data = np.random.default_rng(1).integers(0, 256, BYTES, dtype=np.uint8)
         view = codec.TensorView(dtype="bfloat16", shape=(BYTES // 64, 2, 16), data=data.data)
         author = Author(worker="w", device="cpu", software={}, kernels={})
-        return self.sink.commit(self.tokens, view, (), author, {})
+        return self.sink.commit(self.tokens, {"hidden_states": view}, (), author, {})
 
     def left(self) -> list[str]:
         return [item.key for item in self.run.list(f"states/{RANGE:06d}")]

@@ -240,7 +240,7 @@ def commit_by_worker(store: Store, written: SyntheticRun, range_id: int) -> None
         dtype="bfloat16", shape=bits.shape, data=bits.reshape(-1).view("u1").data
     )
     author = Author(worker="w", device="none", software={}, kernels={})
-    runs.commit(run, lambda one: one.sink.commit(tokens, view, (), author, {}))
+    runs.commit(run, lambda one: one.sink.commit(tokens, {"hidden_states": view}, (), author, {}))
 
 
 def test_a_record_of_the_last_moment_is_carried_over(

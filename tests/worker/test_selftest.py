@@ -133,11 +133,11 @@ def test_canaries_pass_on_right_states_and_fail_on_wrong_ones(fused):
     model = fused("qwen3_5", "bfloat16")
     bounds = canary_bounds(prove(model, "packed", lengths=SHORT))
     engine = Engine(model, form="packed")
-    good = take_canary(model, engine.compute(range_of([30, 64, 12])), 1, bounds)
+    good = take_canary(model, engine.compute(range_of([30, 64, 12]), keep=1), bounds)
     assert good.passed
     assert (good.range_id, good.row, good.tokens) == (3, 1, 64)
     perturb(model, "MLP", lambda out: out * 1.5)
-    assert not take_canary(model, engine.compute(range_of([30, 64, 12])), 1, bounds).passed
+    assert not take_canary(model, engine.compute(range_of([30, 64, 12]), keep=1), bounds).passed
 
 
 def test_canaries_are_spread_and_repeatable():

@@ -5,7 +5,8 @@ over. On a GPU ``start`` returns while the device still works, so a caller that 
 finishes the last one leaves no gap on the device. Writing goes on meanwhile from older buffers of the ring.
 
 A sample whose states are not sound is computed again, alone, on the reference path, and quarantined if that fails too;
-its neighbours are not touched. ``alone`` computes a whole range that way. Running out of memory halves the batch budget for good; a sample that does not fit even
+its neighbours are not touched. Soundness is judged by what the model put out, before ``layout`` makes of it what is
+stored. ``alone`` computes a whole range that way. Running out of memory halves the batch budget for good; a sample that does not fit even
 alone is quarantined.
 
 Shapes: T tokens of the range, S of one sample, K slots, H hidden size.
@@ -16,20 +17,20 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 
 from swathe import log
-from swathe.codec import TensorView
 from swathe.errors import WorkerError
-from swathe.spec import BatchForm, Quarantined
+from swathe.spec import BatchForm, Quarantined, StoredDtype
 from swathe.tokens import RangeTokens
+from worker.engine.layout import close_gaps, layout_of, views
 from worker.engine.ranges import RangeStates, RangeStats, StateModel
 from worker.engine.soundness import fault, magnitudes
-from worker.engine.transfer import Copier, Copy, HostBuffer, HostRing, Timer, contiguous_runs
+from worker.engine.started import StartedRange
+from worker.engine.transfer import Copier, HostRing, Timer, contiguous_runs
 from worker.model.batch import Batch, cut_batches
 from worker.model.device_errors import breaks_device
 
@@ -37,26 +38,6 @@ __all__ = ["Engine", "RangeStates", "RangeStats", "StartedRange", "StateModel"]
 
 _ROW_MULTIPLE_CUDA: Final = 128
 """Packed rows are filled up to a multiple of this, so that kernels meet aligned shapes: at most 0.4 % of 32k tokens."""
-
-
-@dataclass(slots=True)
-class StartedRange:
-    """A range whose work is queued. Only the engine that made it looks inside."""
-
-    samples: RangeTokens
-    buffer: HostBuffer
-    states_TKH: torch.Tensor
-    magnitudes_TK: torch.Tensor
-    started_at: float
-    input_wait_s: float
-    buffer_wait_s: float
-    faults: dict[int, str] = field(default_factory=dict)
-    """Samples that cannot be computed, by index, with the reason."""
-    copies: list[Copy] = field(default_factory=list)
-    timers: list[Timer] = field(default_factory=list)
-    padding_tokens: int = 0
-    batches: int = 0
-    out_of_memory: int = 0
 
 
 def _nothing(_sample: int = 0) -> None:
@@ -93,13 +74,22 @@ class Engine:
         if self.form != form:
             self._log.warning("padding instead of packing", reason="the model does not pack here")
 
-    def compute(self, tokens: RangeTokens) -> RangeStates:
+    def compute(
+        self, tokens: RangeTokens, *, stored: StoredDtype | None = None, keep: int | None = None
+    ) -> RangeStates:
         """Start a range and finish it."""
-        return self.finish(self.start(tokens))
+        return self.finish(self.start(tokens, stored=stored, keep=keep))
 
-    def start(self, tokens: RangeTokens) -> StartedRange:
-        """Queue a range's work; waits for a free host buffer. Every started range must be finished or abandoned."""
-        started = self._take(tokens)
+    def start(
+        self, tokens: RangeTokens, *, stored: StoredDtype | None = None, keep: int | None = None
+    ) -> StartedRange:
+        """Queue a range's work; waits for a free host buffer. Every started range must be finished or abandoned.
+
+        ``stored`` is the dtype that comes out, the model's if unset; ``keep`` a sample whose states also stay on the
+        device as they were computed.
+        """
+        started = self._take(tokens, stored)
+        started.keep = keep
         try:
             self._run_batches(started)
         except BaseException:
@@ -109,7 +99,11 @@ class Engine:
         return started
 
     def alone(
-        self, tokens: RangeTokens, on_sample: Callable[[int], None] = _nothing
+        self,
+        tokens: RangeTokens,
+        on_sample: Callable[[int], None] = _nothing,
+        *,
+        stored: StoredDtype | None = None,
     ) -> RangeStates:
         """Each sample of a range by itself on the reference path; one that raises is set aside like an unsound one.
 
@@ -117,15 +111,14 @@ class Engine:
         WorkerError when that one raises: then the device is at fault.
         """
         self._prove_harmless()
-        started = self._take(tokens)
+        started = self._take(tokens, stored)
         samples = started.samples
         try:
             for sample in range(samples.count):
                 if sample in started.faults:
                     continue
                 on_sample(sample)
-                place = slice(int(samples.offsets[sample]), int(samples.offsets[sample + 1]))
-                reason = self._try_alone(samples.ids(sample), started.states_TKH[place])
+                reason = self._try_alone(started, sample)
                 if reason is not None:
                     started.faults[sample] = f"{reason}, alone on the reference path"
                 self._on_progress()
@@ -142,25 +135,31 @@ class Engine:
             msg = f"the reference path fails on a single harmless token: {type(error).__name__}: {error}"
             raise WorkerError(msg) from error
 
-    def _try_alone(self, ids: Any, destination_SKH: torch.Tensor) -> str | None:
+    def _try_alone(self, started: StartedRange, sample: int) -> str | None:
         """As ``_reference``, for samples that may raise anything; what breaks the device passes."""
         try:
-            return self._reference(ids, destination_SKH)
+            return self._reference(started, sample)
         except Exception as error:
             if isinstance(error, WorkerError) or breaks_device(error):
                 raise
             return f"{type(error).__name__}: {error}"
 
-    def _take(self, samples: RangeTokens) -> StartedRange:
+    def _take(self, samples: RangeTokens, stored: StoredDtype | None) -> StartedRange:
         now = time.monotonic()
-        shape = (samples.tokens, len(self.model.layers), self.model.hidden_size)
-        size_bytes = torch.Size(shape).numel() * self.model.dtype.itemsize
-        buffer, buffer_wait_s = self.ring.take(size_bytes)
+        slots = len(self.model.layers)
+        layout = layout_of(
+            stored,
+            dtype=self.model.dtype,
+            row=(slots, self.model.hidden_size),
+            device=self.model.device,
+        )
+        buffer, buffer_wait_s = self.ring.take(layout.size_bytes(samples.tokens))
         started = StartedRange(
             samples=samples,
             buffer=buffer,
-            states_TKH=buffer.tensor(self.model.dtype, shape),
-            magnitudes_TK=torch.empty(shape[:2], pin_memory=self.ring.pinned),
+            layout=layout,
+            stored=layout.place(buffer, samples.tokens),
+            magnitudes_TK=torch.empty((samples.tokens, slots), pin_memory=self.ring.pinned),
             started_at=now,
             input_wait_s=now - self._returned_at,
             buffer_wait_s=buffer_wait_s,
@@ -292,11 +291,13 @@ class Engine:
             )
             timer.stop()
             magnitudes_TK = magnitudes(states_TKH)
+            encoded = started.layout.encode(states_TKH, magnitudes_TK)
+            started.keep_from(batch, states_TKH)
         pairs = []
         for run in contiguous_runs(batch.samples, batch.lengths, samples.offsets.tolist()):
             here = slice(run.first, run.first + run.tokens)
             there = slice(run.place, run.place + run.tokens)
-            pairs.append((states_TKH[here], started.states_TKH[there]))
+            pairs += [(encoded[name][here], started.stored[name][there]) for name in encoded]
             pairs.append((magnitudes_TK[here], started.magnitudes_TK[there]))
         started.copies.append(self._copier.copy(pairs))
         started.timers.append(timer)
@@ -307,10 +308,9 @@ class Engine:
         found = started.magnitudes_TK.numpy()
         recomputed = 0
         for sample in range(samples.count):
-            place = slice(int(samples.offsets[sample]), int(samples.offsets[sample + 1]))
             if sample in started.faults:
                 continue
-            reason = fault(found[place], self.model.layers)
+            reason = fault(found[started.place(sample)], self.model.layers)
             if reason is None:
                 continue
             recomputed += 1
@@ -321,21 +321,25 @@ class Engine:
                 row=row,
                 reason=reason,
             )
-            again = self._reference(samples.ids(sample), started.states_TKH[place])
+            if sample == started.keep:
+                started.keep = None  # the reference path would be compared with itself
+            again = self._reference(started, sample)
             if again is not None:
                 started.faults[sample] = f"{again}, alone on the reference path too"
         return recomputed
 
-    def _reference(self, ids: Any, destination_SKH: torch.Tensor) -> str | None:
+    def _reference(self, started: StartedRange, sample: int) -> str | None:
         """Compute one sample alone into its place; returns what is wrong with it, if anything."""
+        ids, place = started.samples.ids(sample), started.place(sample)
         try:
             with torch.inference_mode():
                 states_SKH = self.model.reference(ids)
-                found_SK = magnitudes(states_SKH).cpu().numpy()
-                destination_SKH.copy_(states_SKH)
+                found_SK = magnitudes(states_SKH)
+                for name, tensor in started.layout.encode(states_SKH, found_SK).items():
+                    started.stored[name][place].copy_(tensor)
+                return fault(found_SK.cpu().numpy(), self.model.layers)
         except torch.OutOfMemoryError:
             return f"{len(ids)} tokens do not fit into the device's memory"
-        return fault(found_SK, self.model.layers)
 
     def _hand_over(
         self, started: StartedRange, copy_s: float, forward_s: float, recomputed: int
@@ -343,9 +347,9 @@ class Engine:
         samples = started.samples
         kept = [sample for sample in range(samples.count) if sample not in started.faults]
         if started.faults:
-            _close_gaps(started, kept)
+            places = [started.place(sample) for sample in kept]
+            close_gaps(started.stored, [(place.start, place.stop) for place in places])
             samples = samples.keep(kept)
-        shape = (samples.tokens, *started.states_TKH.shape[1:])
         stats = RangeStats(
             samples=samples.count,
             tokens=samples.tokens,
@@ -362,30 +366,12 @@ class Engine:
         )
         return RangeStates(
             samples=samples,
-            hidden_states=TensorView(
-                dtype=str(self.model.dtype).removeprefix("torch."),
-                shape=shape,
-                data=started.buffer.view(torch.Size(shape).numel() * self.model.dtype.itemsize),
-            ),
+            tensors=views(started.stored, samples.tokens),
             quarantined=tuple(
                 Quarantined(row=int(started.samples.rows[sample]), reason=reason)
                 for sample, reason in sorted(started.faults.items())
             ),
             stats=stats,
             buffer=started.buffer,
+            kept=started.kept(kept),
         )
-
-
-def _close_gaps(started: StartedRange, kept: Sequence[int]) -> None:
-    """Move the kept samples' states together, in place; quarantined samples are rare, so this is too."""
-    shape = started.states_TKH.shape
-    token_bytes = shape[1] * shape[2] * started.states_TKH.element_size()
-    data = np.frombuffer(started.buffer.view(shape[0] * token_bytes), np.uint8)
-    end = 0
-    for sample in kept:
-        first, stop = (
-            int(offset) * token_bytes for offset in started.samples.offsets[sample : sample + 2]
-        )
-        if first != end:
-            data[end : end + stop - first] = data[first:stop]
-        end += stop - first

@@ -3,15 +3,17 @@
 Shapes: n samples, T tokens of all of them, K slots, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from swathe.codec import TensorView
+from swathe.names import STATES_TENSOR
 from swathe.spec import Layer, Quarantined
 from swathe.tokens import RangeTokens
+from worker.engine.layout import Layout
 from worker.engine.transfer import HostBuffer
 from worker.model.batch import Batch
 
@@ -73,17 +75,39 @@ class RangeStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptSample:
+    """One sample's states as the forward pass of its range made them, still on the device, for a canary."""
+
+    sample: int
+    """Its place in the range's ``samples``."""
+    states_SKH: torch.Tensor
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RangeStates:
-    """A computed range. ``hidden_states`` lies in one of the engine's host buffers until ``release``."""
+    """A computed range. ``tensors`` lie in one of the engine's host buffers until ``release``."""
 
     samples: RangeTokens
     """Those that have states, in planned order."""
-    hidden_states: TensorView
-    """[T, K, H] of ``samples``, end to end."""
+    tensors: Mapping[str, TensorView]
+    """``hidden_states`` [T, K, H] of ``samples`` end to end, and for float8 ``hidden_states_scales`` [T, K]."""
     quarantined: tuple[Quarantined, ...]
     stats: RangeStats
     buffer: HostBuffer
+    kept: KeptSample | None = None
+    """The sample that was asked to be kept; None when it was set aside or had to be computed again."""
+
+    @property
+    def hidden_states(self) -> TensorView:
+        """[T, K, H] of ``samples``, end to end."""
+        return self.tensors[STATES_TENSOR]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(memoryview(tensor.data).nbytes for tensor in self.tensors.values())
 
     def release(self) -> None:
-        """Give the host buffer back; ``hidden_states`` must not be read afterwards. Any thread, any number of times."""
+        """Give the host buffer back; ``tensors`` must not be read afterwards. Any thread, any number of times."""
         self.buffer.release()

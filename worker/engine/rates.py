@@ -30,14 +30,14 @@ def matmul_flops(device: torch.device, dtype: torch.dtype, *, repeats: int = 20)
     size = _SIZE_CUDA if device.type == "cuda" else _SIZE_CPU
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out), device, repeats)
+    return 2 * size**3 / seconds(lambda: torch.mm(a, b, out=out), device, repeats)
 
 
 def host_copy_bytes(device: torch.device, *, size_bytes: int = 1 << 28) -> float:
     """Bytes per second from the device into pinned host memory."""
     source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     pinned = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return size_bytes / _seconds(lambda: pinned.copy_(source, non_blocking=True), device, 8)
+    return size_bytes / seconds(lambda: pinned.copy_(source, non_blocking=True), device, 8)
 
 
 def tokens_that_fit(model: HiddenStateModel, form: BatchForm, *, wanted: int) -> int | None:
@@ -88,7 +88,7 @@ def _peak_bytes(model: HiddenStateModel, form: BatchForm, tokens: int) -> int:
     return torch.cuda.max_memory_allocated(model.device) - before
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Seconds of one call, the mean of ``repeats`` after three that do not count."""
     for _ in range(3):
         run()

@@ -35,14 +35,12 @@ class HostBuffer:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one before taking more
             self._bytes = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._ring.pinned)
 
-    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """A view of the buffer's beginning."""
-        size_bytes = torch.Size(shape).numel() * dtype.itemsize
-        return self._bytes[:size_bytes].view(dtype).view(tuple(shape))
-
-    def view(self, size_bytes: int) -> memoryview:
-        """The buffer's first bytes, not copied."""
-        return self._bytes[:size_bytes].numpy().data
+    def tensor(
+        self, dtype: torch.dtype, shape: Sequence[int], *, offset_bytes: int = 0
+    ) -> torch.Tensor:
+        """A view of the buffer from an offset, which must be a multiple of the dtype's size."""
+        end = offset_bytes + torch.Size(shape).numel() * dtype.itemsize
+        return self._bytes[offset_bytes:end].view(dtype).view(tuple(shape))
 
     def release(self) -> None:
         """Give the buffer back to its ring; nothing may read its views afterwards."""

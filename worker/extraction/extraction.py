@@ -137,9 +137,10 @@ class Extraction:
         prepared = _expect(Prepared, prepared)
         with device_errors():
             engine = self._engine_for(prepared.run)
-            self._on_device = Started(
-                run=prepared.run, engine=engine, started=engine.start(prepared.tokens)
-            )
+            run, tokens = prepared.run, prepared.tokens
+            keep = self._choose(tokens.range_id, tokens.count)
+            started = engine.start(tokens, stored=run.spec.stored_dtype, keep=keep)
+            self._on_device = Started(run=run, engine=engine, started=started)
         return self._on_device
 
     def finish(self, started: object) -> object:
@@ -159,7 +160,9 @@ class Extraction:
         """Compute each sample by itself on the reference path; ``on_sample`` is told its index before."""
         prepared = _expect(Prepared, prepared)
         with device_errors():
-            states = self._engine_for(prepared.run).alone(prepared.tokens, on_sample)
+            states = self._engine_for(prepared.run).alone(
+                prepared.tokens, on_sample, stored=prepared.run.spec.stored_dtype
+            )
         return self._computed(prepared.run, states, None)
 
     def compute_apart(self, job: RangeJob) -> None:
@@ -198,7 +201,7 @@ class Extraction:
             self._last_run = run
             return run.sink.commit(
                 states.samples,
-                states.hidden_states if states.samples.count else None,
+                states.tensors if states.samples.count else None,
                 states.quarantined,
                 computed.author,
                 states.stats.stage_seconds,
@@ -234,11 +237,10 @@ class Extraction:
     def _take_canary(self, run: OpenRun, states: RangeStates) -> CanaryRecord | None:
         """Now and then compute a stored sample again. Raises WorkerError when the device computes wrong."""
         range_id = states.samples.range_id
-        sample = self._choose(range_id, states.samples.count)
-        if sample is None or self._model is None:
+        if states.kept is None or self._model is None:
             return None
         with self._telemetry.stage("canary"):
-            taken = take_canary(self._model, states, sample, self._bounds)
+            taken = take_canary(self._model, states, self._bounds)
         canary = taken.record(run.spec.run_id, worker=self._name, device=self._device_id)
         accounts.note_canary(self._telemetry, canary)
         if canary.passed:
@@ -248,7 +250,7 @@ class Extraction:
         logger.error("canary failed", range_id=range_id, row=canary.row, errors=canary.errors)
         msg = (
             f"device {self._device_id} computed row {canary.row} of range {range_id} wrong: errors {canary.errors}, "
-            f"allowed {canary.bounds}; the worker stops, and what this device stored since its last good canary is "
+            f"allowed {canary.bounds}, stored as computed: {canary.stored_as_computed}; the worker stops, and what this device stored since its last good canary is "
             "suspect: have it done again with swathe verify --repair"
         )
         raise WorkerError(msg)

@@ -73,20 +73,20 @@ class Sink:
     def commit(
         self,
         tokens: RangeTokens,
-        states: codec.TensorView | None,
+        states: Mapping[str, codec.TensorView] | None,
         quarantined: tuple[Quarantined, ...],
         author: Author,
         stage_seconds: Mapping[str, float],
     ) -> RangeRecord | None:
         """Make a range durable; returns its record, or None when another worker had committed it first.
 
-        ``tokens`` are the samples that were computed, ``states`` their hidden states [T, K, H] (None when every
-        sample is quarantined). Raises StoreError or NoSpaceError; then nothing of this attempt counts.
+        ``tokens`` are the samples that were computed, ``states`` the tensors of their hidden states (None when
+        every sample is quarantined). Raises StoreError or NoSpaceError; then nothing of this attempt counts.
         """
         range_id, attempt = tokens.range_id, names.new_attempt()
         shard, size_bytes, digest = None, 0, ""
         if states is not None:
-            self._require_room(len(states.data))
+            self._require_room(sum(memoryview(one.data).nbytes for one in states.values()))
             shard = names.shard(range_id, attempt)
             with self._telemetry.stage("write"):
                 written = self._store.write(shard, self._steps(self._encode(tokens, states)))
@@ -141,10 +141,12 @@ class Sink:
                 self._watch.moved()
                 yield view[at : at + _STEP_BYTES]
 
-    def _encode(self, tokens: RangeTokens, states: codec.TensorView) -> list[codec.Buffer]:
+    def _encode(
+        self, tokens: RangeTokens, states: Mapping[str, codec.TensorView]
+    ) -> list[codec.Buffer]:
         spec = self._spec
         tensors = {
-            "hidden_states": states,
+            **states,
             "input_ids": codec.view(tokens.input_ids.astype("i4", copy=False)),
             "loss_mask": codec.view(tokens.loss_mask.astype("u1", copy=False)),
             "offsets": codec.view(tokens.offsets.astype(np.int64, copy=False)),

@@ -8,7 +8,7 @@ from redis import Redis
 
 from swathe import log, names
 from swathe.errors import QueueError
-from swathe.queue import RangeQueue, known_runs, queue_names, redis_errors
+from swathe.queue import RangeQueue, cancelled_runs, known_runs, queue_names, redis_errors
 from swathe.spec import RangeJob, RunId
 from worker.loop.contract import Hooks, WorkerOptions
 
@@ -84,6 +84,8 @@ class Idle:
     def _rebuild(self) -> None:
         """Let one worker of the fleet compare the known runs with their stores."""
         self._rebuilt_at_s = time.monotonic()
+        for run_id in cancelled_runs(self._connection):
+            self._runs.pop(run_id, None)
         runs = {**self._runs, **known_runs(self._connection)}
         for run_id, url in runs.items():
             if run_id in self._complete:

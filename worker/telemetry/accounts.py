@@ -23,12 +23,12 @@ def note_states(telemetry: Telemetry, states: RangeStates) -> None:
             "out_of_memory": stats.out_of_memory,
         }
     )
-    telemetry.adjust("backlog_bytes", len(states.hidden_states.data))
+    telemetry.adjust("backlog_bytes", states.size_bytes)
 
 
 def let_go(telemetry: Telemetry, states: RangeStates) -> None:
     """The range was stored or dropped: its buffer is free."""
-    telemetry.adjust("backlog_bytes", -len(states.hidden_states.data))
+    telemetry.adjust("backlog_bytes", -states.size_bytes)
     states.release()
 
 
@@ -47,8 +47,9 @@ def note_record(telemetry: Telemetry, record: RangeRecord) -> None:
 
 
 def note_canary(telemetry: Telemetry, canary: CanaryRecord) -> None:
-    """A sample was computed twice; NaN is beyond every bound."""
+    """A sample was computed twice; NaN, and bytes that are not those computed, are beyond every bound."""
     found = [error / canary.bounds[layer] for layer, error in canary.errors.items()]
+    found += [] if canary.stored_as_computed else [math.inf]
     worst = max((ratio if math.isfinite(ratio) else math.inf for ratio in found), default=0.0)
     telemetry.set("canary_error", worst)
     telemetry.count(f"canary:{'passed' if canary.passed else 'failed'}")
