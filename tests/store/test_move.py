@@ -24,6 +24,7 @@ from swathe.errors import (
     SwatheError,
 )
 from swathe.location import at_home, open_home
+from swathe.manifest import seal
 from swathe.queue import RangeQueue, known_runs, parse
 from swathe.records import RunWatcher, open_run, read_record, read_run
 from swathe.settings import Settings
@@ -314,6 +315,23 @@ def test_whoever_watches_a_run_sees_it_whole_before_and_after(place: Place) -> N
     assert not state.missing
     assert state.sealed, "the mover sealed what was complete"
     assert watcher.store.url == dest
+
+
+def test_who_seals_what_left_meanwhile_seals_what_is_there(place: Place) -> None:
+    source, dest = place("local"), place("local")
+    store = open_store(source)
+    written = write_run(store, sealed=False)
+    state = RunWatcher(store, written.spec).read()
+    move(source, dest)
+    reopened(open_store(dest), 1)
+    commit_by_worker(open_store(dest), written, 1)
+    manifest = seal(store, state)
+    there = RunWatcher(open_store(dest), written.spec).read()
+    assert {one.range_id: one.key for one in manifest.shards} == {
+        range_id: record.shard for range_id, record in there.records.items()
+    }
+    assert there.sealed
+    assert_readable(source, written)
 
 
 def test_damage_is_not_moved_and_named(place: Place) -> None:
