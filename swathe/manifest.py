@@ -9,6 +9,7 @@ import io
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,14 +85,14 @@ def seal(store: Store, state: RunState | None = None) -> Manifest:
     if state is None:
         store, spec = open_run(store)
         state = RunWatcher(store, spec).read()
-    read = store, state
+    return at_home(store, partial(_seal_there, state, store.url))
 
-    def seal_there(home: Store) -> Manifest:
-        # After a move a range may have another shard there, by a worker that came first.
-        same = home.url == read[0].url
-        return _seal(home, read[1] if same else RunWatcher(home, read[1].spec).read())
 
-    return at_home(store, seal_there)
+def _seal_there(state: RunState, read_at: str, home: Store) -> Manifest:
+    """Seal where the run is; after a move a range may have another shard there, by a worker that came first."""
+    if home.url != read_at:
+        state = RunWatcher(home, state.spec).read()
+    return _seal(home, state)
 
 
 def _seal(store: Store, state: RunState) -> Manifest:
