@@ -18,11 +18,12 @@ from producer.report import plan_json, plan_lines
 from producer.verify import Verification, verify, withdraw
 from swathe import log
 from swathe.errors import ConfigError, IncompleteRunError, SwatheError
+from swathe.location import open_home
 from swathe.manifest import seal
 from swathe.queue import known_runs, paused_runs
-from swathe.records import RunWatcher, read_run
+from swathe.records import RunWatcher, open_run
 from swathe.settings import Settings, read_settings
-from swathe.store import Store, open_store
+from swathe.store import Store
 
 _WATCH_EVERY_S: Final = 2.0
 
@@ -115,7 +116,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
 ) -> None:
     """Read the data set once, write its tokens in planned order, say what the run will cost."""
     options = _options(locals())
-    report = _plan(open_store(out), options, read_settings())
+    report = _plan(open_home(out), options, read_settings())
     if json_:
         _print_json(plan_json(report))
     else:
@@ -148,7 +149,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
 ) -> None:
     """Plan, then everything on this machine until the run is sealed; run again to resume."""
     options, settings = _options(locals()), read_settings()
-    store = open_store(out)
+    store = open_home(out)
     report = _plan(store, options, settings)
     _print_lines(plan_lines(report))
     was_sealed = RunWatcher(store, report.spec).read().sealed
@@ -190,8 +191,7 @@ def submit(run: Run) -> None:
 @app.command()
 def wait(run: Run) -> None:
     """Show progress until the run is complete, seal it if nobody has, and say so by the exit code."""
-    store, settings = open_store(run), read_settings()
-    spec = read_run(store)
+    (store, spec), settings = open_run(run), read_settings()
     one = fleet.Fleet(fleet.connect(settings), store, spec)
     watcher = RunWatcher(store, spec)
     with Display() as display:
@@ -200,7 +200,7 @@ def wait(run: Run) -> None:
             display.show(one.snapshot(state))
             time.sleep(_WATCH_EVERY_S)
             state = watcher.read()
-    manifest = seal(store, state)
+    manifest = seal(watcher.store, state)
     print(
         f"complete and sealed: {manifest.accounts.stored} samples, {manifest.accounts.tokens:,} tokens"
     )
@@ -236,17 +236,17 @@ def cancel(run: Run) -> None:
 @app.command()
 def retry(run: Run) -> None:
     """Bring ranges back that were set aside."""
-    store, settings = open_store(run), read_settings()
-    spec = read_run(store)
-    state = RunWatcher(store, spec).read()
-    back = fleet.revive(store, state)
+    (store, spec), settings = open_run(run), read_settings()
+    watcher = RunWatcher(store, spec)
+    state = watcher.read()
+    back = fleet.revive(watcher.store, state)
     if settings.redis_url is None:
         print(
             f"{len(back)} ranges are open again; enqueue them with swathe submit, or with swathe run"
         )
         return
-    one = fleet.Fleet(fleet.connect(settings), store, spec)
-    one.submit(RunWatcher(store, spec).read())
+    state = watcher.read()
+    fleet.Fleet(fleet.connect(settings), watcher.store, spec).submit(state)
     print(f"{len(back)} ranges are back in the queue")
 
 
@@ -262,15 +262,16 @@ def verify_command(
     json_: Json = False,
 ) -> None:
     """Check every committed range; 0 = complete and undamaged."""
-    store, settings = open_store(run), read_settings()
+    (store, spec), settings = open_run(run), read_settings()
     with counted_progress("verifying", quiet=json_) as progress:
         result = verify(store, full=full, progress=progress)
     if repair and result.damaged:
-        spec = read_run(store)
         watcher = RunWatcher(store, spec)
-        withdraw(store, watcher.read(), list(result.damaged))
+        state = watcher.read()
+        withdraw(watcher.store, state, list(result.damaged))
         if settings.redis_url is not None:
-            fleet.Fleet(fleet.connect(settings), store, spec).submit(watcher.read())
+            state = watcher.read()
+            fleet.Fleet(fleet.connect(settings), watcher.store, spec).submit(state)
     if json_:
         _print_json(_verification_json(result))
     else:
@@ -279,6 +280,7 @@ def verify_command(
         raise typer.Exit(1)
 
 
+app.command("move")(exchange.move_command)
 app.command("export")(exchange.export_command)
 app.command("import")(exchange.import_command)
 app.command("gc")(exchange.gc_command)
@@ -384,8 +386,8 @@ def _plan(store: Store, options: PlanOptions, settings: Settings) -> PlanReport:
 
 
 def _fleet(run: str) -> fleet.Fleet:
-    store = open_store(run)
-    return fleet.Fleet(fleet.connect(read_settings()), store, read_run(store))
+    store, spec = open_run(run)
+    return fleet.Fleet(fleet.connect(read_settings()), store, spec)
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -42,19 +42,23 @@ def extract(
     """
     watcher = RunWatcher(store, spec)
     state = watcher.read()
-    if state.missing:
+    while (
+        state.missing
+    ):  # once, unless the run is moved meanwhile: workers are let into the new place only anew
         with contextlib.ExitStack() as stack:
             if settings.redis_url is not None:
                 redis_url = settings.redis_url.get_secret_value()
             else:
                 redis_url = stack.enter_context(embedded_server(settings.state_dir, spec.run_id))
             connection = stack.enter_context(contextlib.closing(queue.connect(redis_url)))
-            run = fleet.Fleet(connection, store, spec)
+            run = fleet.Fleet(connection, watcher.store, spec)
             run.submit(state)
             log_path = settings.state_dir / spec.run_id / "worker.log"
-            worker = stack.enter_context(_workers(devices, redis_url, store, settings, log_path))
+            worker = stack.enter_context(
+                _workers(devices, redis_url, run.store, settings, log_path)
+            )
             state = _watch(watcher, run, worker, log_path, display)
-    return seal(store, state)
+    return seal(watcher.store, state)
 
 
 @contextlib.contextmanager
@@ -95,7 +99,7 @@ def _watch(
     log_path: Path,
     display: Display,
 ) -> RunState:
-    """Show progress until every range has a record or a marker; bounded by the life of the workers."""
+    """Show progress until every range has a record or a marker, or the run was moved; bounded by the workers' life."""
     while True:
         exited = (
             worker.poll() is not None
@@ -103,7 +107,7 @@ def _watch(
         state = watcher.read()
         snapshot = run.snapshot(state)
         display.show(snapshot)
-        if not state.missing:
+        if not state.missing or watcher.store is not run.store:
             return state
         if snapshot.refusal:
             msg = f"no worker can serve the run: {snapshot.refusal}"

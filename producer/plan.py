@@ -25,7 +25,7 @@ from swathe.chat import ChatEncoder, TextEncoder, describe_tokenizer, load_token
 from swathe.clock import utc_now
 from swathe.dataset import read_samples
 from swathe.errors import ObjectMissingError, PlanError, RunMismatchError
-from swathe.records import read_run
+from swathe.records import RunState, RunWatcher, read_run
 from swathe.samples import Encoder, Rejected
 from swathe.spec import RunId, RunSpec, TokenFile, TokenizerSpec, Totals, fingerprint, to_json
 from swathe.store import Store
@@ -209,16 +209,18 @@ def _report(
     spec: RunSpec,
     summary: dict[str, Any],
     *,
-    reused: bool = False,
+    state: RunState | None = None,
     seconds: float = 0.0,
 ) -> PlanReport:
+    """``state`` is that of a run that was there already."""
     return PlanReport(
         spec=spec,
-        reused=reused,
+        reused=state is not None,
         padding_ratio=summary.get("padding_ratio", 0.0),
         rejected=summary.get("rejected", {}),
         length_histogram=tuple((a, b, n) for a, b, n in summary.get("length_histogram", [])),
         free_bytes=store.free_bytes(),
+        stored_bytes=spec.shard_bytes(state.stored_tokens, state.stored_samples) if state else 0,
         warnings=tuple(summary.get("warnings", [])),
         seconds=seconds,
     )
@@ -229,7 +231,7 @@ def _reused(store: Store, spec: RunSpec) -> PlanReport:
     summary: dict[str, Any] = {}
     with contextlib.suppress(ObjectMissingError, ValueError, KeyError, TypeError):
         summary = dict(json.loads(store.read(names.PROVENANCE))["report"])
-    return _report(store, spec, summary, reused=True)
+    return _report(store, spec, summary, state=RunWatcher(store, spec).read())
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ def plan_lines(report: PlanReport) -> Iterator[str]:
     yield f"  ranges   {totals.ranges:,} of up to {batching.range_tokens:,} tokens, {batching.form}, {order}"
     yield f"  padding  {report.padding_ratio:.1%} of the tokens computed and thrown away"
     free = "" if report.free_bytes is None else f", {size_text(report.free_bytes)} free"
-    yield f"  bytes    {size_text(report.state_bytes)} to come{free}"
+    yield f"  bytes    {size_text(report.bytes_to_come)} to come{free}"
     if not report.fits:
         yield "  WARNING  the states do not fit into the space that is free now"
     for reason, rows in list(report.rejected.items())[:_REASONS_SHOWN]:

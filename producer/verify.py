@@ -17,7 +17,8 @@ import xxhash
 
 from swathe import codec, names
 from swathe.errors import FormatError, StoreError
-from swathe.records import RunState, RunWatcher, read_run
+from swathe.location import at_home
+from swathe.records import RunState, RunWatcher, open_run
 from swathe.spec import FLOAT8, RangeId, RangeRecord, RunSpec
 from swathe.store import Store
 from swathe.tokens import RangeTokens, TokenReader
@@ -49,7 +50,13 @@ def verify(
     store: Store, *, full: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Verification:
     """Check every record of a run; ``progress(done, all)`` is told after each range."""
-    spec = read_run(store)
+    home, spec = open_run(store)
+    return at_home(home, lambda home: _verify(home, spec, full=full, progress=progress))
+
+
+def _verify(
+    store: Store, spec: RunSpec, *, full: bool, progress: Callable[[int, int], None] | None
+) -> Verification:
     state = RunWatcher(store, spec).read()
     damaged = dict.fromkeys(state.invalid, "unreadable or foreign record")
     for range_id, canary in state.suspect.items():
@@ -83,8 +90,11 @@ def withdraw(store: Store, state: RunState, range_ids: list[RangeId]) -> None:
 
     The manifest goes first (the run is no longer complete), each record before its shard.
     """
-    if not range_ids:
-        return
+    if range_ids:
+        at_home(store, lambda home: _withdraw(home, state, range_ids))
+
+
+def _withdraw(store: Store, state: RunState, range_ids: list[RangeId]) -> None:
     store.delete(names.MANIFEST)
     for range_id in range_ids:
         record = state.records.get(range_id)

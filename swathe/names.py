@@ -19,6 +19,8 @@ CANARIES: Final = "canaries/"
 FINAL_NORM: Final = "final_norm.safetensors"
 MANIFEST: Final = "manifest.json"
 ROWS: Final = "rows.parquet"
+MOVED: Final = "moved.json"
+MOVING: Final = "moving.json"
 
 STATES_TENSOR: Final = "hidden_states"
 """In a shard: [T, K, H] of the stored dtype."""

@@ -203,8 +203,12 @@ class RunSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the run's shards will hold (states, ids, masks, offsets, rows; without headers)."""
-        return self.totals.tokens * (self.bytes_per_token + 5) + self.totals.samples * 16
+        """Bytes that the run's shards will hold."""
+        return self.shard_bytes(self.totals.tokens, self.totals.samples)
+
+    def shard_bytes(self, tokens: int, samples: int) -> int:
+        """Bytes that shards of so many tokens hold (states, ids, masks, offsets, rows; without headers)."""
+        return tokens * (self.bytes_per_token + 5) + samples * 16
 
     def token_file_of(self, range_id: RangeId) -> TokenFile:
         """The token file that holds a range. Raises FormatError for a range outside the plan."""
@@ -280,6 +284,28 @@ class CanaryRecord:
     worker: str
     device: str
     taken_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """moved.json, where a run was: the run is at ``url`` now. Its creation is the moment of the move."""
+
+    format_version: int = FORMAT_VERSION
+    run_id: RunId
+    move_id: str
+    url: str
+    moved_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """moving.json, where a run will be: until the departure of the same move is in ``source``, the run is there."""
+
+    format_version: int = FORMAT_VERSION
+    run_id: RunId
+    move_id: str
+    source: str
+    started_at: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from swathe import names
 from swathe.errors import ConfigError, PlanError, RunMismatchError
 from swathe.records import read_run
 from swathe.samples import Rejected, SampleBlock, offsets_of
-from swathe.spec import Batching, fingerprint
+from swathe.spec import Batching, RangeRecord, fingerprint, to_json
 from swathe.store import open_store
 from swathe.store.memory import MemoryStore
 from swathe.tokens import TokenReader, TokenWriter
@@ -325,6 +325,23 @@ def test_a_run_that_does_not_fit_is_refused_unless_allowed(made, tmp_path, monke
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]
     report = plan(store, dataclasses.replace(options, allow_low_space=True))
     assert not report.fits
+    assert any("WARNING" in line for line in plan_lines(report))
+
+
+def test_of_a_run_that_is_partly_stored_only_the_rest_must_fit(made, tmp_path, monkeypatch):
+    _, options = made
+    store = open_store(tmp_path / "run")
+    spec = plan(store, options).spec
+    record = RangeRecord(
+        run_id=spec.run_id, range_id=0, shard=None, size_bytes=0, xxh3="", samples=spec.totals.samples,
+        tokens=spec.totals.tokens - 100, worker="w", device="cpu", finished_at="",
+    )  # fmt: skip
+    store.create(names.record(0), to_json(record))
+    monkeypatch.setattr(type(store), "free_bytes", lambda _: 100 * (48 + 5))
+    report = plan(store, options)
+    assert (report.reused, report.bytes_to_come, report.fits) == (True, 100 * (48 + 5), True)
+    monkeypatch.setattr(type(store), "free_bytes", lambda _: 100 * (48 + 5) - 1)
+    assert not plan(store, options).fits
 
 
 def test_an_interrupted_plan_of_other_options_leaves_no_files_behind(made):

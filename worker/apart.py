@@ -38,6 +38,7 @@ def attempt(settings: Settings, text: str, *, events: int, parent: int) -> int:
         device_id=trial.device,
         settings=settings,
         telemetry=Telemetry(),
+        patient=False,  # silence is taken for a hang here: a full store sends the range back instead
     )
     try:
         _compute(work, trial, tell)

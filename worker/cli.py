@@ -130,13 +130,12 @@ def check_command(
     import torch
 
     from swathe import checkpoint
-    from swathe.records import read_run
+    from swathe.records import open_run
     from swathe.spec import FLOAT8
-    from swathe.store import open_store
     from worker.check import check_run
 
     settings = read_settings()
-    spec = read_run(open_store(run))
+    _, spec = open_run(run)
     found = checkpoint.resolve_like(spec.model, model_roots=settings.model_roots)
     where = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     result = check_run(run, found.folder, samples=samples, device=torch.device(where), seed=seed)

@@ -54,7 +54,12 @@ for i = 4, #ARGV, 2 do
   elseif running[id] then
     if status == 'started' then known = known + 1 else write(id, data, 'started'); repaired = repaired + 1 end
   elseif listed[id] then
-    if status == 'queued' then known = known + 1 else write(id, data, 'queued'); repaired = repaired + 1 end
+    if status == 'queued' then
+      redis.call('HSET', job_key(id), 'data', data)  -- its run may have been moved
+      known = known + 1
+    else
+      write(id, data, 'queued'); repaired = repaired + 1
+    end
   else
     for _, registry in ipairs({'finished', 'failed', 'deferred', 'scheduled', 'canceled'}) do
       redis.call('ZREM', P .. ':' .. registry .. ':' .. name, id)

@@ -80,6 +80,7 @@ class RangeQueue:
     def enqueue_if_absent(self, jobs: Iterable[RangeJob], *, rebuild: bool = False) -> Enqueued:
         """Put jobs at the end unless they are queued, parked or running; the same call twice changes nothing.
 
+        Jobs that wait get the body given here, which differs when the run was moved.
         A ``rebuild`` leaves cancelled runs alone; a person's call brings them back.
 
         Safe from any state (flushed, evicted hashes, list and hash disagreeing, a producer killed halfway) and beside
@@ -140,6 +141,14 @@ class RangeQueue:
         """Undo ``pause``; returns how many parked ranges went back to the front of the queue."""
         with redis_errors(f"resume of run {run_id}"):
             return int(self._scripts(lua.RESUME, run_id))
+
+    def relocate(self, run_id: RunId, run_url: str) -> bool:
+        """Note where a run is now; False when the fleet does not know it. ``enqueue_if_absent`` then tells its jobs."""
+        with redis_errors(f"new place of run {run_id}"):
+            if not self._connection.hexists(names.runs_key(), run_id):
+                return False
+            self._connection.hset(names.runs_key(), run_id, absolute_run_url(run_url))
+            return True
 
     def cancel(self, run_id: RunId) -> int:
         """Forget a run and all its jobs; returns how many. What is stored stays stored; ``submit`` brings it back."""

@@ -5,31 +5,36 @@ size.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swathe.errors import ConfigError
+from swathe.errors import ConfigError, IntegrityError, ObjectMissingError
+from swathe.location import at_home, moved, open_home
 from swathe.reader.cache import ShardCache
 from swathe.reader.float8 import dequantize
 from swathe.reader.index import Shard, open_index
 from swathe.reader.shards import SCALES, STATES, MappedShards, RemoteShards, ShardSource
 from swathe.reader.slots import find_slot, select_slots, slots_of
 from swathe.spec import FLOAT8, Layer, RunSpec
-from swathe.store import Store, open_store
+from swathe.store import Store
 
 if TYPE_CHECKING:
+    import torch
+
     from swathe.reader.stream import HiddenStatesStream
 
 _REQUESTS_AT_ONCE: Final = 16
 _CACHED_MAPS: Final = 8
 """A cached shard that is mapped keeps its place on the disk even when it was evicted."""
 _CACHE_BYTES: Final = 64 * 2**30
+
+_Answer = TypeVar("_Answer")
 
 
 class HiddenStates:
@@ -60,16 +65,25 @@ class HiddenStates:
         Raises IncompleteRunError for an unsealed run, FormatError for a damaged or newer one, ConfigError for a layer
         that the run does not hold.
         """
-        store = open_store(run) if isinstance(run, str | Path) else run
-        self.url = store.url
-        self.store = store
-        self._index = open_index(store, unsealed=unsealed)
+        self.store, self._index = at_home(
+            open_home(run), lambda store: (store, open_index(store, unsealed=unsealed))
+        )
         self._slots = None if layers is None else slots_of(self.spec, layers, run=self.url)
         self._float8 = self.spec.stored_dtype == FLOAT8
         self.gives_codes = self._float8 and not dequantize
         """Whether ``ds[i]`` holds float8 codes and scales instead of values."""
-        self.remote = store.local_path("") is None and cache_dir is None
-        self._source = _source(store, cache_dir, self.spec.run_id, cache_bytes)
+        self._cache = cache_dir, cache_bytes
+        self._source = _source(self.store, cache_dir, self.spec.run_id, cache_bytes)
+
+    @property
+    def url(self) -> str:
+        """Where the run is, as far as this data set knows: a run that is moved meanwhile is followed."""
+        return self.store.url
+
+    @property
+    def remote(self) -> bool:
+        """Whether each sample is a request."""
+        return self.store.local_path("") is None and self._cache[0] is None
 
     @property
     def spec(self) -> RunSpec:
@@ -127,7 +141,7 @@ class HiddenStates:
         shard, first, stop = self._place(index)
         sample = self.tokens(index)
         for name in (STATES, SCALES) if self._float8 else (STATES,):
-            tensor = self._source.read(shard, name, first, stop)
+            tensor = self._read(shard, name, first, stop)
             sample[name] = tensor if self._slots is None else select_slots(tensor, self._slots)
         return sample
 
@@ -146,8 +160,8 @@ class HiddenStates:
         return {
             "row": int(self._index.rows[index]),
             "id": self._index.ids[index % len(self)].as_py(),
-            "input_ids": self._source.read(shard, "input_ids", first, stop).to(torch.int64),
-            "loss_mask": self._source.read(shard, "loss_mask", first, stop),
+            "input_ids": self._read(shard, "input_ids", first, stop).to(torch.int64),
+            "loss_mask": self._read(shard, "loss_mask", first, stop),
         }
 
     def shard_tokens(
@@ -159,7 +173,7 @@ class HiddenStates:
         for members in np.split(order, np.flatnonzero(np.diff(shard_of)) + 1):
             if len(members):
                 shard, _, stop = self._place(int(members[-1]))
-                yield members, self._source.read(shard, name, 0, stop).numpy()
+                yield members, self._read(shard, name, 0, stop).numpy()
 
     def with_layers(self, layers: Sequence[Layer]) -> "HiddenStates":
         """The same run, mappings shared, with other layers. Raises ConfigError for one that is not stored."""
@@ -169,13 +183,32 @@ class HiddenStates:
 
     def will_need(self, index: int) -> None:
         """A hint that a sample is read soon: starts the kernel's read-ahead for local shards."""
-        self._source.will_need(*self._place(index))
+        place = self._place(index)
+        self._ask(lambda source: source.will_need(*place))
 
     def stream(self, **options: Any) -> "HiddenStatesStream":
         """The run as an iterable data set; see ``swathe.reader.stream.HiddenStatesStream`` for the options."""
         from swathe.reader.stream import HiddenStatesStream  # noqa: PLC0415 - imports torch
 
         return HiddenStatesStream(self, **options)
+
+    def _read(self, shard: Shard, name: str, first: int, stop: int) -> "torch.Tensor":
+        """Tokens [first, stop) of a tensor."""
+        return self._ask(lambda source: source.read(shard, name, first, stop))
+
+    def _ask(self, question: Callable[[ShardSource], _Answer]) -> _Answer:
+        """Ask the run's shards; once more, where the run is now, when it was moved away meanwhile."""
+        store, source = self.store, self._source
+        try:
+            return question(source)
+        except (IntegrityError, ObjectMissingError):
+            home = moved(store)
+            if home is None:
+                raise
+            source = _source(home, self._cache[0], self.spec.run_id, self._cache[1])
+            answer = question(source)
+            self.store, self._source = home, source
+            return answer
 
     def _place(self, index: int) -> tuple[Shard, int, int]:
         if not -len(self) <= index < len(self):

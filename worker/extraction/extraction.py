@@ -6,30 +6,40 @@ needs it, on the compute thread, and exchanged only when a range of another mode
 
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import torch
 
 from swathe import checkpoint, log, names
 from swathe.clock import utc_now
-from swathe.errors import ConfigError, RunMismatchError, WorkerError
-from swathe.records import read_record, read_run
+from swathe.errors import ConfigError, WorkerError
+from swathe.records import read_record
 from swathe.settings import Settings
-from swathe.spec import BatchForm, CanaryRecord, FailedMarker, Layer, RangeJob, RunSpec, to_json
-from swathe.store import open_store
-from swathe.tokens import TokenReader
+from swathe.spec import (
+    BatchForm,
+    CanaryRecord,
+    FailedMarker,
+    Layer,
+    RangeId,
+    RangeJob,
+    RangeRecord,
+    RunSpec,
+    to_json,
+)
 from worker.engine import selftest
 from worker.engine.canary import canary_bounds, one_in, take_canary
 from worker.engine.engine import Engine
 from worker.engine.ranges import RangeStates
 from worker.engine.rates import matmul_flops, tokens_that_fit, warm_up
 from worker.extraction.isolation import Isolation, Trials
-from worker.extraction.sink import Author, Sink
+from worker.extraction.open_runs import OpenRuns
+from worker.extraction.room import Room
+from worker.extraction.sink import Author
 from worker.extraction.software import software_versions
 from worker.extraction.steps import Computed, OpenRun, Prepared, Started
+from worker.extraction.store_watch import StoreWatch
 from worker.extraction.vouching import vouched
 from worker.loop.contract import STORED
 from worker.model.device_errors import device_errors
@@ -38,7 +48,6 @@ from worker.model.norm import store_final_norm
 from worker.telemetry import accounts
 from worker.telemetry.totals import Telemetry
 
-_OPEN_RUNS: Final = 8
 _Step = TypeVar("_Step")
 
 logger = log.get("extraction")
@@ -58,14 +67,17 @@ class Extraction:
         device_id: str,
         settings: Settings,
         telemetry: Telemetry,
+        patient: bool = True,
     ) -> None:
+        """Who is ``patient`` keeps what is computed until there is room for it in the store."""
         self._name = name
         self._device = device
         self._device_id = device_id
         self._settings = settings
         self._telemetry = telemetry
-        self._runs: dict[str, OpenRun] = {}
-        self._lock = threading.Lock()
+        self.watch = StoreWatch(telemetry, limit_s=settings.store_stall_s)
+        self._runs = OpenRuns(settings, telemetry, self.watch)
+        self._room = Room(telemetry, self.watch) if patient else None
         self._engine: Engine | None = None
         self._model: HiddenStateModel | None = None
         self._engine_key: tuple[object, ...] | None = None
@@ -88,11 +100,14 @@ class Extraction:
         engine = self._engine
         return engine is not None and engine.ring.waiting
 
+    def waits_for_room(self) -> bool:
+        """Whether something computed cannot be stored because the store is full."""
+        return self._room is not None and self._room.waiting
+
     @property
     def store_retries(self) -> int:
         """Requests to stores after the first; stores that never repeat one count none."""
-        with self._lock:
-            return max((getattr(run.store, "retries", 0) for run in self._runs.values()), default=0)
+        return self._runs.store_retries
 
     def note_free_space(self) -> None:
         """Look how much room the store last written to has; cheap, and never raises."""
@@ -103,12 +118,14 @@ class Extraction:
 
         Raises RunMismatchError when the URL holds another run than the job's.
         """
-        with self._telemetry.stage("read"):
-            run = self._open(job)
-            if run.sink.committed(job.range_id):
-                self._telemetry.outcome("present")
-                return STORED
-            return Prepared(run=run, tokens=run.tokens.read_range(job.range_id))
+        with self._telemetry.stage("read"), self.watch.operation():
+            prepared = self._runs.at_home(
+                self._runs.open(job), lambda run: _read(run, job.range_id)
+            )
+        if prepared is None:
+            self._telemetry.outcome("present")
+            return STORED
+        return prepared
 
     @property
     def overlaps(self) -> bool:
@@ -150,7 +167,7 @@ class Extraction:
 
     def compute_apart(self, job: RangeJob) -> None:
         """Have the range computed and committed by processes made to die, the model's memory freed for them."""
-        run = self._open(job)
+        run = self._runs.open(job)
         self._unload()
         trials = Trials(
             self.apart_command,
@@ -159,7 +176,7 @@ class Extraction:
             on_progress=self.on_progress,
         )
         Isolation(trials).resolve(job)
-        record = read_record(run.store, run.spec, job.range_id)
+        record = self._runs.at_home(run, lambda run: read_record(run.store, run.spec, job.range_id))
         accounts.note_record(self._telemetry, record)
 
     def _unload(self) -> None:
@@ -176,26 +193,36 @@ class Extraction:
         return computed
 
     def publish(self, computed: object) -> None:
-        """Commit the range; when this returns its record is durable, ours or another worker's."""
+        """Commit the range; when this returns its record is durable, ours or another worker's. A full store is waited for."""
         computed = _expect(Computed, computed)
         states = computed.states
-        self._last_run = computed.run
-        try:
-            computed.run.sink.commit(
+
+        def commit(run: OpenRun) -> RangeRecord | None:
+            self._last_run = run
+            return run.sink.commit(
                 states.samples,
                 states.tensors if states.samples.count else None,
                 states.quarantined,
                 computed.author,
                 states.stats.stage_seconds,
             )
+
+        def store() -> RangeRecord | None:
+            return self._runs.commit(computed.run, commit)
+
+        try:
+            with self.watch.operation():
+                record = self._room.wait_for(store) if self._room else store()
         finally:
             states.release()
+        if record is not None:
+            accounts.note_record(self._telemetry, record)
         if computed.canary is not None:
-            _keep_canary(computed.run, computed.canary)
+            self._keep_canary(computed.run, computed.canary)
 
     def set_aside(self, job: RangeJob, reason: str, history: Sequence[str]) -> None:
         """Leave a durable marker, so that no flushed queue brings the range back unasked."""
-        run = self._open(job)
+        run = self._runs.open(job)
         marker = FailedMarker(
             run_id=run.spec.run_id,
             range_id=job.range_id,
@@ -204,7 +231,8 @@ class Extraction:
             worker=self._name,
             failed_at=utc_now(),
         )
-        run.store.create(names.failed(job.range_id), to_json(marker, indent=1))
+        key, data = names.failed(job.range_id), to_json(marker, indent=1)
+        self._runs.at_home(run, lambda run: run.store.create(key, data))
 
     def _take_canary(self, run: OpenRun, states: RangeStates) -> CanaryRecord | None:
         """Now and then compute a stored sample again. Raises WorkerError when the device computes wrong."""
@@ -218,7 +246,7 @@ class Extraction:
         if canary.passed:
             return canary
         states.release()
-        _keep_canary(run, canary)
+        self._keep_canary(run, canary)
         logger.error("canary failed", range_id=range_id, row=canary.row, errors=canary.errors)
         msg = (
             f"device {self._device_id} computed row {canary.row} of range {range_id} wrong: errors {canary.errors}, "
@@ -227,28 +255,15 @@ class Extraction:
         )
         raise WorkerError(msg)
 
-    def _open(self, job: RangeJob) -> OpenRun:
-        with self._lock:
-            run = self._runs.get(job.run_id)
-            if run is None:
-                store = open_store(job.run_url)
-                spec = read_run(store)
-                run = OpenRun(
-                    store=store,
-                    spec=spec,
-                    tokens=TokenReader(store, spec),
-                    sink=Sink(store, spec, self._telemetry),
-                )
-                if len(self._runs) >= _OPEN_RUNS:
-                    self._runs.pop(next(iter(self._runs)))
-            if (run.spec.run_id, run.spec.fingerprint) != (job.run_id, job.fingerprint):
-                msg = (
-                    f"{job.run_url} holds run {run.spec.run_id} on this node, the job is of run {job.run_id}: this "
-                    "worker gives the range back; mount the same store on every node"
-                )
-                raise RunMismatchError(msg)
-            self._runs[job.run_id] = run
-            return run
+    def _keep_canary(self, run: OpenRun, canary: CanaryRecord) -> None:
+        """Canaries are never changed: of two on one range the first stays, but a failed one is never lost."""
+        key, data = names.canary(canary.range_id), to_json(canary, indent=1)
+
+        def keep(run: OpenRun) -> None:
+            if not run.store.create(key, data) and not canary.passed:
+                run.store.write(key, [data])
+
+        self._runs.at_home(run, keep)
 
     def _engine_for(self, run: OpenRun) -> Engine:
         spec = run.spec
@@ -320,9 +335,12 @@ class Extraction:
 
     def _write_final_norm(self, run: OpenRun) -> None:
         """Keep the final norm beside the states, so that exports need no model. The first worker's stays."""
-        if self._model is None or run.store.stat(names.FINAL_NORM) is not None:
-            return
-        store_final_norm(run.store, self._model.final_norm(), run.spec.fingerprint)
+
+        def write(run: OpenRun) -> None:
+            if self._model is not None and run.store.stat(names.FINAL_NORM) is None:
+                store_final_norm(run.store, self._model.final_norm(), run.spec.fingerprint)
+
+        self._runs.at_home(run, write)
 
     def _author(self) -> Author:
         if self._model is None:
@@ -336,11 +354,11 @@ class Extraction:
         )
 
 
-def _keep_canary(run: OpenRun, canary: CanaryRecord) -> None:
-    """Canaries are never changed: of two on one range the first stays, but a failed one is never lost."""
-    key, data = names.canary(canary.range_id), to_json(canary, indent=1)
-    if not run.store.create(key, data) and not canary.passed:
-        run.store.write(key, [data])
+def _read(run: OpenRun, range_id: RangeId) -> Prepared | None:
+    """A range's tokens, or None when it has a record."""
+    if run.sink.committed(range_id):
+        return None
+    return Prepared(run=run, tokens=run.tokens.read_range(range_id))
 
 
 def _expect(kind: type[_Step], value: object) -> _Step:

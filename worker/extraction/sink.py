@@ -4,20 +4,23 @@ The record is the commit point. The shard is written under the name of this atte
 created exclusively; whoever comes second deletes their own shard, so that a range never has two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from swathe import codec, log, names
 from swathe.clock import utc_now
-from swathe.errors import IntegrityError, ObjectMissingError, SwatheError
+from swathe.errors import IntegrityError, NoSpaceError, ObjectMissingError, SwatheError
 from swathe.records import read_record
 from swathe.spec import Quarantined, RangeId, RangeRecord, RunSpec, to_json
 from swathe.store import Store
 from swathe.tokens import RangeTokens
-from worker.telemetry.accounts import note_record
+from worker.extraction.store_watch import StoreWatch
 from worker.telemetry.totals import Telemetry
+
+_STEP_BYTES: Final = 32 << 20
 
 logger = log.get("sink")
 
@@ -35,10 +38,19 @@ class Author:
 class Sink:
     """Commits ranges of one run; safe to call from several threads."""
 
-    def __init__(self, store: Store, spec: RunSpec, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        store: Store,
+        spec: RunSpec,
+        telemetry: Telemetry,
+        watch: StoreWatch,
+        min_free_bytes: int = 0,
+    ) -> None:
         self._store = store
         self._spec = spec
         self._telemetry = telemetry
+        self._watch = watch
+        self._min_free_bytes = min_free_bytes
 
     def committed(self, range_id: RangeId) -> bool:
         """Whether the range has a record whose shard is there in full.
@@ -65,8 +77,8 @@ class Sink:
         quarantined: tuple[Quarantined, ...],
         author: Author,
         stage_seconds: Mapping[str, float],
-    ) -> bool:
-        """Make a range durable; False when another worker had committed it first.
+    ) -> RangeRecord | None:
+        """Make a range durable; returns its record, or None when another worker had committed it first.
 
         ``tokens`` are the samples that were computed, ``states`` the tensors of their hidden states (None when
         every sample is quarantined). Raises StoreError or NoSpaceError; then nothing of this attempt counts.
@@ -74,9 +86,10 @@ class Sink:
         range_id, attempt = tokens.range_id, names.new_attempt()
         shard, size_bytes, digest = None, 0, ""
         if states is not None:
+            self._require_room(sum(memoryview(one.data).nbytes for one in states.values()))
             shard = names.shard(range_id, attempt)
             with self._telemetry.stage("write"):
-                written = self._store.write(shard, self._encode(tokens, states))
+                written = self._store.write(shard, self._steps(self._encode(tokens, states)))
             size_bytes, digest = written.size_bytes, written.xxh3
         record = RangeRecord(
             run_id=self._spec.run_id,
@@ -101,9 +114,32 @@ class Sink:
             self._telemetry.outcome("duplicate")
             if shard is not None:
                 self._store.delete(shard)
-            return False
-        note_record(self._telemetry, record)
-        return True
+            return None
+        return record
+
+    def withdraw(self, record: RangeRecord) -> None:
+        """Take back a range that this worker recorded."""
+        self._store.delete(names.record(record.range_id))
+        if record.shard is not None:
+            self._store.delete(record.shard)
+
+    def _require_room(self, size_bytes: int) -> None:
+        """Stop before the disk is full: an operator has time, and the rest of the node a disk that works."""
+        free_bytes = self._store.free_bytes()
+        if free_bytes is not None and free_bytes - size_bytes < self._min_free_bytes:
+            msg = (
+                f"{self._store.url}: {free_bytes:,} bytes are free, a shard of {size_bytes:,} would leave less than "
+                f"SWATHE_MIN_FREE_BYTES ({self._min_free_bytes:,}); make room"
+            )
+            raise NoSpaceError(msg)
+
+    def _steps(self, buffers: Iterable[codec.Buffer]) -> Iterator[memoryview]:
+        """The same bytes in pieces, not copied, so that it can be seen how the writing gets on."""
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            for at in range(0, view.nbytes, _STEP_BYTES):
+                self._watch.moved()
+                yield view[at : at + _STEP_BYTES]
 
     def _encode(
         self, tokens: RangeTokens, states: Mapping[str, codec.TensorView]

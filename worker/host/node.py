@@ -29,6 +29,8 @@ _COUNTS: Final[Mapping[str, Metric]] = {
 _GAUGES: Final[Mapping[str, Metric]] = {
     "backlog_bytes": metrics.BACKLOG_BYTES,
     "store_free_bytes": metrics.STORE_FREE_BYTES,
+    "paused_for_space": metrics.PAUSED_FOR_SPACE,
+    "store_stalled_s": metrics.STORE_STALLED,
     "busy": metrics.GPU_BUSY,
     "mfu": metrics.MFU,
     "matmul_flops": metrics.MATMUL_FLOPS,

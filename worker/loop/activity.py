@@ -26,12 +26,14 @@ class Activity:
         max_flights: int,
         loading: Callable[[], bool],
         blocked: Callable[[], bool],
+        full: Callable[[], bool],
     ) -> None:
         self._flights = flights
         self._pipeline = pipeline
         self._max_flights = max_flights
         self._loading = loading
         self._blocked = blocked
+        self._full = full
         self._looked_s = time.monotonic()
         self._seconds = dict.fromkeys(STATES, 0.0)
         self.state: State = "queue_empty"
@@ -54,10 +56,13 @@ class Activity:
         if "computing" in places:
             if self._loading():
                 return "load"
-            return "write" if self._blocked() else "compute"
+            return self._store_limit() if self._blocked() else "compute"
         if self._pipeline.backoff_s > 0:
             return "space" if self._pipeline.out_of_space else "store_away"
         if any(place in UNSTARTED for place in places):
             return "input"
         # With every slot taken by ranges on their way to the store, nothing can be claimed.
-        return "write" if len(places) >= self._max_flights else "queue_empty"
+        return self._store_limit() if len(places) >= self._max_flights else "queue_empty"
+
+    def _store_limit(self) -> State:
+        return "space" if self._full() else "write"

@@ -145,14 +145,21 @@ class RangeWorker(SimpleWorker):
         """Begin an orderly end, as SIGTERM does."""
         self._stop_event.set()
 
-    def activity(self, *, loading: Callable[[], bool], blocked: Callable[[], bool]) -> Activity:
-        """The clock of this worker's time: loading a model, blocked by its store, or what its ranges say."""
+    def activity(
+        self,
+        *,
+        loading: Callable[[], bool],
+        blocked: Callable[[], bool],
+        full: Callable[[], bool],
+    ) -> Activity:
+        """The clock of this worker's time: loading a model, blocked by its (full) store, or what its ranges say."""
         return Activity(
             self._held,
             self.pipeline,
             max_flights=self._options.jobs_in_flight,
             loading=loading,
             blocked=blocked,
+            full=full,
         )
 
     def progress(self) -> None:
