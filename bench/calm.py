@@ -32,8 +32,8 @@ from swathe.queue import RangeQueue, connect, requeued_counts
 from swathe.records import read_run
 from swathe.spec import RangeJob, RangeRecord, RunSpec, to_json
 from swathe.store.local import LocalStore
-from worker.contract import STORED, WorkerOptions
-from worker.jobs import RangeWorker
+from worker.loop.contract import STORED, WorkerOptions
+from worker.loop.jobs import RangeWorker
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2,

@@ -19,10 +19,10 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
     """Ranges of the length mix for ``seconds``; then, where asked for, exactness."""
     import torch  # noqa: PLC0415 - only children load torch
 
-    from worker import selftest  # noqa: PLC0415
-    from worker.engine import Engine  # noqa: PLC0415
-    from worker.model import load_model  # noqa: PLC0415
-    from worker.rates import tokens_that_fit, warm_up  # noqa: PLC0415
+    from worker.engine import selftest  # noqa: PLC0415
+    from worker.engine.engine import Engine  # noqa: PLC0415
+    from worker.engine.rates import tokens_that_fit, warm_up  # noqa: PLC0415
+    from worker.model.hidden_states import load_model  # noqa: PLC0415
 
     shape = SHAPES[spec["model"]]
     model = load_model(
@@ -100,10 +100,10 @@ def _ranges(spec: dict[str, Any], vocab_rows: int) -> Iterator[Any]:
 
 def _range(lengths: list[int], vocab_rows: int, number: int) -> Any:
     from swathe.spec import RangeId  # noqa: PLC0415
-    from worker.ranges import RangeSamples  # noqa: PLC0415
+    from swathe.tokens import RangeTokens  # noqa: PLC0415
 
     ids = random_ids(np.array(lengths), vocab_rows, seed=number)
-    return RangeSamples(
+    return RangeTokens(
         range_id=RangeId(number),
         rows=np.arange(len(lengths)),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
@@ -114,7 +114,7 @@ def _range(lengths: list[int], vocab_rows: int, number: int) -> Any:
 
 def _exactness(model: Any, engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
     """Errors per layer against float32, packed against alone, and kernels made wrong on purpose."""
-    from worker import selftest  # noqa: PLC0415
+    from worker.engine import selftest  # noqa: PLC0415
 
     test = selftest.self_test(model, "packed")
     found: dict[str, Any] = {
@@ -137,8 +137,8 @@ def _neighbours(model: Any) -> dict[str, Any]:
     """Median errors against float32 of samples in one packed row and of the same samples alone in a row each."""
     import torch  # noqa: PLC0415
 
-    from worker.batch import cut_batches  # noqa: PLC0415
-    from worker.selftest import random_samples, token_errors  # noqa: PLC0415
+    from worker.engine.selftest import random_samples, token_errors  # noqa: PLC0415
+    from worker.model.batch import cut_batches  # noqa: PLC0415
 
     def forward(samples: list[Any]) -> tuple[torch.Tensor, ...]:
         lengths = [len(sample) for sample in samples]
@@ -163,13 +163,13 @@ def _neighbours(model: Any) -> dict[str, Any]:
 
 def _perturbed(model: Any, engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
     """Make one fast kernel wrong by 5 %; the self-test must refuse it, a canary must fail."""
-    from worker import selftest  # noqa: PLC0415
-    from worker.canary import canary_bounds, take_canary  # noqa: PLC0415
+    from worker.engine import selftest  # noqa: PLC0415
+    from worker.engine.canary import canary_bounds, take_canary  # noqa: PLC0415
 
     bounds = canary_bounds(selftest.self_test(model, "packed"))
     samples = next(_ranges({**spec, "range_tokens": 4096}, model.vocab_rows))
-    good = engine.compute(samples)
-    found: dict[str, Any] = {"canary_of_right_kernels": take_canary(model, good, 0, bounds).passed}
+    good = engine.compute(samples, keep=0)
+    found: dict[str, Any] = {"canary_of_right_kernels": take_canary(model, good, bounds).passed}
     good.release()
     fast = model._kernels._fast  # noqa: SLF001 - made wrong on purpose
     right = list(fast)
@@ -181,8 +181,8 @@ def _perturbed(model: Any, engine: Any, spec: dict[str, Any]) -> dict[str, Any]:
         if not any(name in type(module).__name__ for module, _ in right):
             continue
         test = selftest.self_test(model, "packed")
-        states = engine.compute(samples)
-        canary = take_canary(model, states, 0, bounds)
+        states = engine.compute(samples, keep=0)
+        canary = take_canary(model, states, bounds)
         states.release()
         found[name] = {"self_test": test.reason or "passed", "canary_passed": canary.passed}
         found[name]["canary_errors"] = {k: round(v, 4) for k, v in canary.errors.items()}

@@ -16,28 +16,31 @@ _SUSTAINED_S = 2.0
 
 @dataclass(slots=True)
 class Gauges:
-    """Samples of NVML, each with the wall clock's time; empty without a GPU."""
+    """Samples of NVML, each with the wall clock's time and a value for each GPU; empty without a GPU."""
 
     times: list[float] = field(default_factory=list)
-    utilization: list[float] = field(default_factory=list)
-    watts: list[float] = field(default_factory=list)
-    used_bytes: list[int] = field(default_factory=list)
+    utilization: list[list[float]] = field(default_factory=list)
+    watts: list[list[float]] = field(default_factory=list)
+    used_bytes: list[list[int]] = field(default_factory=list)
 
-    def between(self, start: float, stop: float) -> dict[str, Any]:
-        """The fields of a row that these samples give for a span of time."""
+    def between(self, start: float, stop: float, gpus: int | None = None) -> dict[str, Any]:
+        """The fields of a row that these samples give for a span of time: means, memory of the fullest.
+
+        ``gpus`` of them, the first; all when None.
+        """
         places = [i for i, at in enumerate(self.times) if start <= at <= stop]
         if not places:
             return {}
         return {
-            "nvml_utilization": round(fmean(self.utilization[i] for i in places), 4),
-            "power_watts": round(fmean(self.watts[i] for i in places), 1),
-            "peak_memory_bytes": max(self.used_bytes[i] for i in places),
+            "nvml_utilization": round(fmean(fmean(self.utilization[i][:gpus]) for i in places), 4),
+            "power_watts": round(fmean(fmean(self.watts[i][:gpus]) for i in places), 1),
+            "peak_memory_bytes": max(max(self.used_bytes[i][:gpus]) for i in places),
         }
 
 
 @contextlib.contextmanager
 def watching(gpus: int = 1) -> Iterator[Gauges]:
-    """Read the first ``gpus`` GPUs a few times a second; means over GPUs, memory of the fullest."""
+    """Read the first ``gpus`` GPUs a few times a second."""
     gauges = Gauges()
     stop = threading.Event()
     thread = threading.Thread(target=_watch, args=(gauges, gpus, stop), daemon=True)
@@ -58,18 +61,19 @@ def _watch(gauges: Gauges, gpus: int, stop: threading.Event) -> None:
     except Exception:  # noqa: BLE001 - no GPU, no gauges
         return
     while not stop.wait(_EVERY_S):
-        rates = [nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles]
         gauges.times.append(time.time())
-        gauges.utilization.append(fmean(rates))
-        gauges.watts.append(fmean(nvml.nvmlDeviceGetPowerUsage(h) / 1000 for h in handles))
-        gauges.used_bytes.append(max(nvml.nvmlDeviceGetMemoryInfo(h).used for h in handles))
+        gauges.utilization.append(
+            [nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100 for h in handles]
+        )
+        gauges.watts.append([nvml.nvmlDeviceGetPowerUsage(h) / 1000 for h in handles])
+        gauges.used_bytes.append([nvml.nvmlDeviceGetMemoryInfo(h).used for h in handles])
 
 
 def ceilings(device: str, folder: Path) -> dict[str, float]:
     """Matrix products, copies to the host and writes to a folder, at best."""
     import torch  # noqa: PLC0415 - only children load torch
 
-    from worker.rates import host_copy_bytes, matmul_flops  # noqa: PLC0415
+    from worker.engine.rates import host_copy_bytes, matmul_flops  # noqa: PLC0415
 
     where = torch.device(device)
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32

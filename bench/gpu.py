@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure(spec: dict[str, Any]) -> Any:
     """One row (or two) in this process."""
     from bench import direct, gauges, product, stock  # noqa: PLC0415 - only what a child needs
-    from worker.kernel_cache import keep_kernels  # noqa: PLC0415
+    from worker.model.kernels.cache import keep_kernels  # noqa: PLC0415
 
     keep_kernels(Path(spec["cache_folder"]))
     name = spec["name"]
@@ -77,7 +77,7 @@ def measure(spec: dict[str, Any]) -> Any:
     for row in rows:
         lengths = row.pop("lengths")
         row["samples"], row["tokens"] = len(lengths), sum(lengths)
-        row["flops"] = _flops(spec["model"], lengths)
+        row["flops"] = flops(spec["model"], lengths)
     return rows
 
 
@@ -121,12 +121,12 @@ def _bench(options: argparse.Namespace, folder: Path) -> Iterator[Result]:
         "range_tokens": options.range_tokens,
         "cache_folder": str(options.cache or folder / "kernels"),
     }
-    ceilings = _child({**common, "name": "ceilings"})
+    ceilings = child({**common, "name": "ceilings"})
     _say(f"ceilings: {ceilings}")
     result = Result(
         bench="gpu",
-        device=_device(options.device),
-        versions=_versions(),
+        device=device_words(options.device),
+        versions=versions(),
         git=options.git or git_revision(),
         command=shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
         rows=[],
@@ -136,7 +136,7 @@ def _bench(options: argparse.Namespace, folder: Path) -> Iterator[Result]:
     for model in options.models.split(","):
         for spec in _specs(options, model, common):
             try:
-                found = _child(spec)
+                found = child(spec)
             except Exception:  # noqa: BLE001 - a row that fails must not cost the others
                 _say(f"{spec['name']} {model} FAILED\n{traceback.format_exc()}")
                 continue
@@ -213,7 +213,7 @@ def _memory_folder(options: argparse.Namespace) -> Path:
     return Path(options.memory) / f"swathe-bench-{os.getpid()}"
 
 
-def _child(spec: dict[str, Any]) -> Any:
+def child(spec: dict[str, Any]) -> Any:
     """A row in a process of its own: the device's memory is empty when it begins."""
     Path(spec["folder"]).mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "bench.gpu", "--child", json.dumps(spec)]
@@ -249,25 +249,26 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def _flops(model: str, lengths: list[int]) -> float:
+def flops(model: str, lengths: list[int], depth: int | None = None) -> float:
     """Operations of samples through the blocks up to the deepest wanted one; no weights are made."""
     import torch  # noqa: PLC0415 - only children load torch
     from transformers import AutoConfig, AutoModel  # noqa: PLC0415
 
-    from worker.backbone import cut_depth, find_blocks  # noqa: PLC0415
-    from worker.flops import count_flops  # noqa: PLC0415
+    from worker.model.backbone import cut_depth, find_blocks  # noqa: PLC0415
+    from worker.model.flops import count_flops  # noqa: PLC0415
 
     shape = SHAPES[model]
     raw = dict(shape.config)
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
-    depth = max(shape.layers) + 1
+    depth = depth or max(shape.layers) + 1
     cut_depth(config, depth)
     with torch.device("meta"):
         module = AutoModel.from_config(config)
     return count_flops(find_blocks(module, depth), config).of(lengths)
 
 
-def _device(device: str) -> str:
+def device_words(device: str) -> str:
+    """The machine in words."""
     if device == "cpu":
         return f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores"
     found = subprocess.run(
@@ -277,7 +278,8 @@ def _device(device: str) -> str:
     return f"{len(found)} x {found[0]}, {len(os.sched_getaffinity(0))} cores"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what decides speed."""
     found = {"python": platform.python_version()}
     for name in ("torch", "transformers", "triton", "fla-core"):
         try:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -32,29 +31,56 @@ _STEADY_AFTER_S: Final = 12.0
 _START_BOUND_S: Final = 240.0
 
 
-@dataclass(slots=True)
 class Watched:
     """Records in the order of their commit, with the wall clock's time of each."""
 
-    at: list[float] = field(default_factory=list)
-    records: list[RangeRecord] = field(default_factory=list)
-    padding_ratio: float | None = None
+    def __init__(self, store: LocalStore, run_spec: RunSpec, *, rolling: bool) -> None:
+        self._store, self._run_spec, self._rolling = store, run_spec, rolling
+        self._found: dict[RangeId, tuple[float, RangeRecord]] = {}
+        self.padding_ratio: float | None = None
+
+    def look(self) -> None:
+        """Read the records that came since; a rolling sink loses its shards here."""
+        states = Path(self._store.url) / names.STATES
+        for entry in os.scandir(states) if states.is_dir() else ():
+            range_id = names.record_range(f"{names.STATES}{entry.name}")
+            if range_id is None or range_id in self._found:
+                continue
+            record = read_record(self._store, self._run_spec, range_id)
+            self._found[range_id] = (entry.stat().st_mtime, record)
+            if self._rolling and record.shard:
+                self._store.delete(record.shard)
+
+    @property
+    def at(self) -> list[float]:
+        """When each record was committed, ascending."""
+        return sorted(at for at, _ in self._found.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether every range has its record."""
+        return len(self._found) >= self._run_spec.totals.ranges
+
+    @property
+    def records(self) -> dict[RangeId, RangeRecord]:
+        """All of them."""
+        return {range_id: record for range_id, (_, record) in self._found.items()}
 
     def between(self, start: float, stop: float) -> list[RangeRecord]:
         """Ranges committed after ``start``, up to ``stop``."""
-        return [r for at, r in zip(self.at, self.records, strict=True) if start < at <= stop]
+        return [record for at, record in self._found.values() if start < at <= stop]
 
 
 def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """Run until ``seconds`` after the model was loaded, or until the run is complete; a row for each phase."""
     folder = Path(spec["folder"])
-    store, run_spec = _planned(spec, folder)
+    store, run_spec = planned(spec, folder)
     state_dir = folder / "state"
     log_path = folder / f"worker-{spec['name']}-{spec['model']}-{spec['kernel_cache']}.log"
     gpus = len(spec["devices"].split(","))
     with embedded_server(state_dir, run_spec.run_id) as url:
-        environment = _environment(spec, folder, url)
-        _swathe(["submit", store.url], environment)
+        environment = environment_of(spec, folder, url)
+        run_swathe(["submit", store.url], environment)
         with watching(gpus) as gauges, _workers(spec, environment, log_path) as workers:
             watched, loaded = _watch(store, run_spec, spec, log_path, workers)
             watched.padding_ratio = _padding(url)
@@ -66,7 +92,7 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
             "model": spec["model"],
             "phase": phase,
             "seconds": stop - start,
-            "lengths": _lengths(store, run_spec, found),
+            "lengths": lengths_of(store, run_spec, found),
             "gpu_busy": sum(r.stage_seconds["forward"] for r in found) / (stop - start) / gpus,
             "padding_ratio": watched.padding_ratio,
             "written_bytes_s": sum(r.size_bytes for r in found) / (stop - start),
@@ -78,15 +104,16 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _planned(spec: dict[str, Any], folder: Path) -> tuple[LocalStore, RunSpec]:
+def planned(spec: dict[str, Any], folder: Path) -> tuple[LocalStore, RunSpec]:
+    """Write the data set and plan its run; ``layers`` is the shape's own unless the spec has some."""
     shape = SHAPES[spec["model"]]
     data = folder / f"{spec['model']}.parquet"
     lengths = chat_lengths(spec["samples"], longest=spec["longest"], seed=2)
     write_dataset(data, random_ids(lengths, shape.config["vocab_size"]))
     store = LocalStore(folder / f"run-{spec['name']}-{spec['model']}-{spec['kernel_cache']}")
     model = f"random:{shape.write(folder)}"
-    layers = ",".join(map(str, shape.layers))
-    _swathe(
+    layers = ",".join(map(str, spec.get("layers", shape.layers)))
+    run_swathe(
         [
             *("plan", str(data), "--model", model, "--layers", layers, "--out", store.url),
             *("--range-tokens", str(spec["range_tokens"]), "--allow-low-space"),
@@ -96,7 +123,8 @@ def _planned(spec: dict[str, Any], folder: Path) -> tuple[LocalStore, RunSpec]:
     return store, read_run(store)
 
 
-def _environment(spec: dict[str, Any], folder: Path, url: str) -> dict[str, str]:
+def environment_of(spec: dict[str, Any], folder: Path, url: str) -> dict[str, str]:
+    """What the commands of a benchmark see."""
     return os.environ | {
         "REDIS_URL": url,
         "SWATHE_STORE_ROOTS": str(folder.absolute()),
@@ -106,9 +134,12 @@ def _environment(spec: dict[str, Any], folder: Path, url: str) -> dict[str, str]
     }
 
 
-def _swathe(command: list[str], environment: dict[str, str]) -> None:
+def run_swathe(command: list[str], environment: dict[str, str]) -> str:
+    """Run a command of the producer; what it printed."""
     full = [sys.executable, "-m", "producer.cli", *command]
-    subprocess.run(full, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return subprocess.run(
+        full, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 @contextlib.contextmanager
@@ -136,30 +167,18 @@ def _watch(
     log_path: Path,
     workers: subprocess.Popen[bytes],
 ) -> tuple[Watched, float]:
-    watched, loaded = Watched(), 0.0
-    seen: set[RangeId] = set()
-    states = Path(store.url) / "states"
+    watched, loaded = Watched(store, run_spec, rolling=spec["rolling"]), 0.0
     end = time.time() + _START_BOUND_S
-    while time.time() < end and len(seen) < run_spec.totals.ranges:
+    while time.time() < end and not watched.complete:
         if workers.poll() is not None:
             msg = f"the workers ended with {workers.returncode}:\n{log_path.read_text()[-4000:]}"
             raise RuntimeError(msg)
         if not loaded:
             loaded = max(_loads(log_path), default=0.0)
             end = loaded + spec["seconds"] if loaded else end
-        for entry in os.scandir(states) if states.is_dir() else ():
-            range_id = names.record_range(f"states/{entry.name}")
-            if range_id is None or range_id in seen:
-                continue
-            record = read_record(store, run_spec, range_id)
-            seen.add(range_id)
-            watched.at.append(entry.stat().st_mtime)
-            watched.records.append(record)
-            if spec["rolling"] and record.shard:
-                store.delete(record.shard)
+        watched.look()
         time.sleep(_LOOK_EVERY_S)
-    order = sorted(range(len(watched.at)), key=watched.at.__getitem__)
-    return Watched([watched.at[i] for i in order], [watched.records[i] for i in order]), loaded
+    return watched, loaded
 
 
 def _loads(log_path: Path) -> list[float]:
@@ -201,7 +220,8 @@ def _phases(
         yield "steady", start, last
 
 
-def _lengths(store: LocalStore, run_spec: RunSpec, found: list[RangeRecord]) -> list[int]:
+def lengths_of(store: LocalStore, run_spec: RunSpec, found: list[RangeRecord]) -> list[int]:
+    """Tokens of every sample of some ranges."""
     reader = TokenReader(store, run_spec)
     lengths: list[int] = []
     for record in found:

@@ -30,7 +30,7 @@ class Row(Strict):
     samples_s: float
     tokens_s: float
     useful_tflops: float
-    """Operations of the wanted blocks on real tokens; see ``worker.flops``."""
+    """Operations of the wanted blocks on real tokens; see ``worker.model.flops``."""
     useful_mfu: float
     """The same as a share of ``matmul_tflops``."""
     nvml_utilization: float | None = None

@@ -26,7 +26,7 @@ def run(spec: dict[str, Any]) -> dict[str, Any]:
         sys.modules["fla"] = hidden  # transformers' import of it fails
     import torch  # noqa: PLC0415 - after fla is hidden
 
-    from worker.backbone import load_backbone  # noqa: PLC0415
+    from worker.model.backbone import load_backbone  # noqa: PLC0415
 
     shape, device = SHAPES[spec["model"]], torch.device(spec["device"])
     folder = Path(spec["folder"])

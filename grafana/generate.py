@@ -219,6 +219,10 @@ def _storage_flow() -> list[Panel]:
               "Grows to the host buffers' size where the store is the limit.", stacked=True),
         panel("Requests repeated", by_device(rate("swathe_store_retries_total")), "reqps",
               "S3 asks to slow down, or the network breaks."),
+        panel("Held up by the store",
+              [Query(expr=f"max by (node) (swathe_store_stalled_seconds{{{_D}}})", legend="{{node}} has not moved"),
+               Query(expr=f"max by (node) (swathe_paused_for_space{{{_D}}})", legend="{{node}} paused for space")],
+              "s", "Seconds since the store last moved while it was waited for; 1 while computed ranges wait for room."),
     ]  # fmt: skip
 
 

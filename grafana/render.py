@@ -1,13 +1,13 @@
-"""Draws a dashboard as SVG from a running Prometheus: python -m grafana.render URL FOLDER [MINUTES].
+"""Draws the dashboards as SVG from a running Prometheus: python -m grafana.render URL FOLDER [--minutes M] [--end TIME].
 
 A stand-in for a screenshot where no Grafana can run: the panels, queries, units and thresholds are the dashboards' own,
 the drawing is ours and plainer than Grafana's.
 """
 
+import argparse
 import json
 import math
 import re
-import sys
 import time
 import urllib.parse
 import urllib.request
@@ -36,9 +36,9 @@ _SUFFIX: Final = {
 class Prometheus:
     """Range and instant queries over the last minutes, with dashboard variables replaced by everything."""
 
-    def __init__(self, url: str, seconds: float) -> None:
+    def __init__(self, url: str, seconds: float, end_s: float | None = None) -> None:
         self._url = url
-        self.end_s = time.time()
+        self.end_s = time.time() if end_s is None else end_s
         self.start_s = self.end_s - seconds
         self._step_s = max(1.0, seconds / 240)
 
@@ -72,7 +72,8 @@ def _point(pair: Sequence[Any]) -> Point:
 def _legend(template: str, labels: dict[str, str]) -> str:
     if template == "__auto":
         return ""
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), template)
+    legend = re.sub(r"\{\{(\w+)\}\}", lambda match: labels.get(match[1], ""), template)
+    return re.sub(r"(GPU-[0-9a-f]{8})[0-9a-f-]+", r"\1", legend)  # a whole UUID has no room here
 
 
 def words(value: float, unit: str) -> str:
@@ -217,13 +218,17 @@ def _text(x: float, y: float, text: str, *, size: int, fill: str, anchor: str = 
 
 def main() -> None:
     """Draw every dashboard into a folder."""
-    url, folder = sys.argv[1], Path(sys.argv[2])
-    minutes = float(sys.argv[3]) if len(sys.argv) > 3 else 15.0
-    folder.mkdir(parents=True, exist_ok=True)
-    prometheus = Prometheus(url, minutes * 60)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--end", type=float, help="seconds since 1970; unset: now")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    prometheus = Prometheus(options.url, options.minutes * 60, options.end)
     for name, text in dashboards().items():
         svg = render(json.loads(text), prometheus)
-        (folder / name.replace(".json", ".svg")).write_text(svg, encoding="utf-8")
+        (options.folder / name.replace(".json", ".svg")).write_text(svg, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,11 +18,12 @@ from producer.report import plan_json, plan_lines
 from producer.verify import Verification, verify, withdraw
 from swathe import log
 from swathe.errors import ConfigError, IncompleteRunError, SwatheError
+from swathe.location import open_home
 from swathe.manifest import seal
 from swathe.queue import known_runs, paused_runs
-from swathe.records import RunWatcher, read_run
+from swathe.records import RunWatcher, open_run
 from swathe.settings import Settings, read_settings
-from swathe.store import Store, open_store
+from swathe.store import Store
 
 _WATCH_EVERY_S: Final = 2.0
 
@@ -36,7 +37,7 @@ app = typer.Typer(
 Dataset = Annotated[
     str,
     typer.Argument(
-        help="A .jsonl or .parquet file, a folder of parquet, or a save_to_disk folder."
+        help="A .jsonl[.gz|.zst] or .parquet file, a folder of them, or a save_to_disk folder: a path or s3://. Or a hub id."
     ),
 ]
 Model = Annotated[
@@ -47,17 +48,29 @@ Final_ = Annotated[
     bool, typer.Option("--final", help="Also the last block's output, before the norm.")
 ]
 Out = Annotated[str, typer.Option(help="The run's folder or prefix.")]
+Split = Annotated[
+    str | None, typer.Option(help="Of a data set with splits: SPLIT or SUBSET/SPLIT.")
+]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")]
 MaxLength = Annotated[
     int | None, typer.Option(min=1, help="Longest sample in tokens; unset: what the model takes.")
 ]
 OverlongOption = Annotated[str, typer.Option(help="Longer samples: reject or truncate.")]
 RangeTokens = Annotated[int, typer.Option(min=1, help="Tokens of a range, which is one batch.")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), bf16, fp16, fp32 or fp8.")]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Computed and stored in: auto (the checkpoint's), bf16, fp16, fp32; fp8: computed in the checkpoint's."
+    ),
+]
 Columns = Annotated[str, typer.Option(help="Columns by other names: messages=conversations,id=key")]
 TemplateKwargs = Annotated[str, typer.Option(help="Extra variables of the chat template, as JSON.")]
+MinLength = Annotated[int, typer.Option(min=1, help="Reject rows of fewer tokens.")]
 MinSupervised = Annotated[
-    int, typer.Option(min=0, help="Reject rows with fewer tokens under the loss mask.")
+    str,
+    typer.Option(
+        help="Reject rows with fewer tokens under the loss mask: a number, or a share (0.1 or 10%)."
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own Python code.")
@@ -87,6 +100,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     out: Out,
     layers: Layers = "",
     final: Final_ = False,
+    split: Split = None,
     limit: Limit = None,
     max_length: MaxLength = None,
     overlong: OverlongOption = "reject",
@@ -94,14 +108,15 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     dtype: Dtype = "auto",
     columns: Columns = "",
     chat_template_kwargs: TemplateKwargs = "{}",
-    min_supervised: MinSupervised = 1,
+    min_length: MinLength = 1,
+    min_supervised: MinSupervised = "1",
     trust_remote_code: TrustRemoteCode = False,
     allow_low_space: AllowLowSpace = False,
     json_: Json = False,
 ) -> None:
     """Read the data set once, write its tokens in planned order, say what the run will cost."""
     options = _options(locals())
-    report = _plan(open_store(out), options, read_settings())
+    report = _plan(open_home(out), options, read_settings())
     if json_:
         _print_json(plan_json(report))
     else:
@@ -115,6 +130,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     out: Out,
     layers: Layers = "",
     final: Final_ = False,
+    split: Split = None,
     limit: Limit = None,
     max_length: MaxLength = None,
     overlong: OverlongOption = "reject",
@@ -122,7 +138,8 @@ def run_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     dtype: Dtype = "auto",
     columns: Columns = "",
     chat_template_kwargs: TemplateKwargs = "{}",
-    min_supervised: MinSupervised = 1,
+    min_length: MinLength = 1,
+    min_supervised: MinSupervised = "1",
     trust_remote_code: TrustRemoteCode = False,
     allow_low_space: AllowLowSpace = False,
     devices: Annotated[str, typer.Option(help="all, cpu, or GPUs by number or UUID.")] = "all",
@@ -132,7 +149,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
 ) -> None:
     """Plan, then everything on this machine until the run is sealed; run again to resume."""
     options, settings = _options(locals()), read_settings()
-    store = open_store(out)
+    store = open_home(out)
     report = _plan(store, options, settings)
     _print_lines(plan_lines(report))
     was_sealed = RunWatcher(store, report.spec).read().sealed
@@ -174,8 +191,7 @@ def submit(run: Run) -> None:
 @app.command()
 def wait(run: Run) -> None:
     """Show progress until the run is complete, seal it if nobody has, and say so by the exit code."""
-    store, settings = open_store(run), read_settings()
-    spec = read_run(store)
+    (store, spec), settings = open_run(run), read_settings()
     one = fleet.Fleet(fleet.connect(settings), store, spec)
     watcher = RunWatcher(store, spec)
     with Display() as display:
@@ -184,7 +200,7 @@ def wait(run: Run) -> None:
             display.show(one.snapshot(state))
             time.sleep(_WATCH_EVERY_S)
             state = watcher.read()
-    manifest = seal(store, state)
+    manifest = seal(watcher.store, state)
     print(
         f"complete and sealed: {manifest.accounts.stored} samples, {manifest.accounts.tokens:,} tokens"
     )
@@ -220,17 +236,17 @@ def cancel(run: Run) -> None:
 @app.command()
 def retry(run: Run) -> None:
     """Bring ranges back that were set aside."""
-    store, settings = open_store(run), read_settings()
-    spec = read_run(store)
-    state = RunWatcher(store, spec).read()
-    back = fleet.revive(store, state)
+    (store, spec), settings = open_run(run), read_settings()
+    watcher = RunWatcher(store, spec)
+    state = watcher.read()
+    back = fleet.revive(watcher.store, state)
     if settings.redis_url is None:
         print(
             f"{len(back)} ranges are open again; enqueue them with swathe submit, or with swathe run"
         )
         return
-    one = fleet.Fleet(fleet.connect(settings), store, spec)
-    one.submit(RunWatcher(store, spec).read())
+    state = watcher.read()
+    fleet.Fleet(fleet.connect(settings), watcher.store, spec).submit(state)
     print(f"{len(back)} ranges are back in the queue")
 
 
@@ -246,15 +262,16 @@ def verify_command(
     json_: Json = False,
 ) -> None:
     """Check every committed range; 0 = complete and undamaged."""
-    store, settings = open_store(run), read_settings()
+    (store, spec), settings = open_run(run), read_settings()
     with counted_progress("verifying", quiet=json_) as progress:
         result = verify(store, full=full, progress=progress)
     if repair and result.damaged:
-        spec = read_run(store)
         watcher = RunWatcher(store, spec)
-        withdraw(store, watcher.read(), list(result.damaged))
+        state = watcher.read()
+        withdraw(watcher.store, state, list(result.damaged))
         if settings.redis_url is not None:
-            fleet.Fleet(fleet.connect(settings), store, spec).submit(watcher.read())
+            state = watcher.read()
+            fleet.Fleet(fleet.connect(settings), watcher.store, spec).submit(state)
     if json_:
         _print_json(_verification_json(result))
     else:
@@ -263,6 +280,7 @@ def verify_command(
         raise typer.Exit(1)
 
 
+app.command("move")(exchange.move_command)
 app.command("export")(exchange.export_command)
 app.command("import")(exchange.import_command)
 app.command("gc")(exchange.gc_command)
@@ -300,8 +318,10 @@ def _verification_lines(result: Verification, *, repaired: bool) -> list[str]:
 def _options(given: dict[str, Any]) -> PlanOptions:
     """Plan options from a command's parameters. Raises ConfigError for what cannot be read."""
     overlong = _one_of("--overlong", given["overlong"], "reject", "truncate")
+    min_supervised, ratio = _parsed("--min-supervised", given["min_supervised"], _least)
     return PlanOptions(
         dataset=given["dataset"],
+        split=given["split"],
         model=given["model"],
         layers=_parsed("--layers", given["layers"], lambda text: tuple(map(int, _parts(text)))),
         final=given["final"],
@@ -314,7 +334,9 @@ def _options(given: dict[str, Any]) -> PlanOptions:
         chat_template_kwargs=_parsed(
             "--chat-template-kwargs", given["chat_template_kwargs"], _object
         ),
-        min_supervised=given["min_supervised"],
+        min_length=given["min_length"],
+        min_supervised=min_supervised,
+        min_supervised_ratio=ratio,
         trust_remote_code=given["trust_remote_code"],
         allow_low_space=given["allow_low_space"],
     )
@@ -343,6 +365,13 @@ def _columns(text: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in _parts(text))
 
 
+def _least(text: str) -> tuple[int, float]:
+    """Tokens and share that a text such as 16, 0.1 or 10% asks for; a share asks for one token too."""
+    if text.endswith("%"):
+        return 1, float(text[:-1]) / 100
+    return (1, float(text)) if "." in text else (int(text), 0.0)
+
+
 def _object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -357,8 +386,8 @@ def _plan(store: Store, options: PlanOptions, settings: Settings) -> PlanReport:
 
 
 def _fleet(run: str) -> fleet.Fleet:
-    store = open_store(run)
-    return fleet.Fleet(fleet.connect(read_settings()), store, read_run(store))
+    store, spec = open_run(run)
+    return fleet.Fleet(fleet.connect(read_settings()), store, spec)
 
 
 def _print_json(value: dict[str, Any]) -> None:

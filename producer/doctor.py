@@ -19,9 +19,9 @@ import typer
 from producer.display import duration_text, size_text
 from swathe import queue
 from swathe.errors import SwatheError
-from swathe.records import RunWatcher, read_run
+from swathe.records import RunWatcher, open_run
 from swathe.settings import Settings, read_settings
-from swathe.store import Store, open_store
+from swathe.store import open_store
 
 _PROBE_BYTES: Final = 256 << 20
 _WORKER_TIMEOUT_S: Final = 300.0
@@ -161,8 +161,7 @@ def _store(root: str, problems: list[str]) -> dict[str, Any]:
 
 def _estimate(run: str, facts: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """How long a run's rest takes here at the matrix rate measured, and whether it fits."""
-    store: Store = open_store(run)
-    spec = read_run(store)
+    store, spec = open_run(run)
     state = RunWatcher(store, spec).read()
     left = spec.totals.tokens - state.stored_tokens
     left_bytes = left * spec.bytes_per_token

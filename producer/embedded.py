@@ -5,7 +5,6 @@ restarts. One server belongs to one run: a lock in its folder refuses a second o
 """
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import shutil
@@ -22,11 +21,11 @@ import redis
 
 from swathe import log
 from swathe.errors import ConfigError, QueueError
+from swathe.parent import die_with_me
 from swathe.spec import RunId
 
 _START_S: Final = 30.0
 _STOP_S: Final = 10.0
-_PR_SET_PDEATHSIG: Final = 1
 
 logger = log.get("embedded")
 
@@ -89,14 +88,8 @@ def _start(folder: Path, socket: Path) -> subprocess.Popen[bytes]:
             stdout=output,
             stderr=output,
             start_new_session=True,  # Ctrl-C is for us; the server stops after its workers
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - called before this process has threads
+            preexec_fn=die_with_me(),  # noqa: PLW1509 - called before this process has threads
         )
-
-
-def die_with_parent() -> None:
-    """In a child, before exec: be killed when the parent is, so that nothing outlives kill -9 (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], socket: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The commands that move a run's contents across its border: export, import, gc."""
+"""The commands that carry a run's contents across its border: move, export, import, gc."""
 
 import time
 from pathlib import Path
@@ -6,18 +6,42 @@ from typing import Annotated, Any
 
 import typer
 
+from producer import fleet
 from producer.display import duration_text, size_text
+from producer.move import move
 from producer.progress import counted_progress
 from swathe import checkpoint
 from swathe.errors import ConfigError
 from swathe.export import ExportOptions, export
 from swathe.importing import ImportOptions, import_speculators
+from swathe.location import open_home
 from swathe.orphans import GRACE_S, collect
-from swathe.records import RunWatcher, read_run
+from swathe.records import RunWatcher, open_run
 from swathe.settings import read_settings
-from swathe.store import open_store
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or prefix.")]
+
+
+def move_command(
+    run: Run,
+    dest: Annotated[str, typer.Argument(metavar="DEST", help="Where it is to be.")],
+) -> None:
+    """Move a run to another folder or prefix, also one that goes on; run again to go on after an interruption."""
+    settings = read_settings()
+    with counted_progress("moving") as progress:
+        report = move(run, dest, progress=progress)
+    home = report.dest
+    print(
+        f"run {report.run_id} is at {home.url} now: {report.ranges} ranges, {size_text(report.size_bytes)} copied in "
+        f"{duration_text(report.seconds)}; moved.json in {report.source} leads there"
+    )
+    watcher = RunWatcher(*open_run(home))
+    state = watcher.read()
+    if state.complete:
+        return
+    if settings.redis_url is not None:
+        fleet.Fleet(fleet.connect(settings), watcher.store, state.spec).relocate(state)
+    print(f"it goes on there, by workers whose SWATHE_STORE_ROOTS allow {home.url}")
 
 
 def export_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
@@ -78,7 +102,7 @@ def import_command(
     with counted_progress("importing") as progress:
         report = import_speculators(
             source,
-            open_store(out),
+            open_home(out),
             options,
             progress=lambda now: progress(now.ranges_done, now.ranges),
         )
@@ -97,8 +121,9 @@ def gc_command(
     ] = GRACE_S,
 ) -> None:
     """Remove what dead attempts left behind: shards that no record names, and temporaries."""
-    store, now_s = open_store(run), time.time()
-    state = RunWatcher(store, read_run(store)).read()
+    now_s = time.time()
+    store, spec = open_run(run)
+    state = RunWatcher(store, spec).read()
     objects, size_bytes = collect(store, state, now_s=now_s, grace_s=grace_s)
     print(f"{objects} objects removed, {size_text(size_bytes)} of them shards")
 

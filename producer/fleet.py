@@ -10,6 +10,7 @@ from producer.display import Snapshot
 from producer.status import QueueView
 from swathe import names, queue
 from swathe.errors import ConfigError
+from swathe.location import at_home
 from swathe.records import RunState, read_failed
 from swathe.settings import Settings
 from swathe.spec import RangeId, RunSpec
@@ -32,6 +33,13 @@ class Fleet:
     def submit(self, state: RunState) -> queue.Enqueued:
         """Enqueue every open range that the queue does not know; safe to repeat, from any state of Redis."""
         return submit(self.connection, self.store, state)
+
+    def relocate(self, state: RunState) -> bool:
+        """Tell the queue and its jobs where the run is now; False when the fleet does not know the run."""
+        known = self._queue.relocate(self.spec.run_id, self.store.url)
+        if known:
+            self.submit(state)
+        return known
 
     def pause(self) -> None:
         """Start no more ranges of the run."""
@@ -85,8 +93,12 @@ def connect(settings: Settings, *, retries: int = 20) -> Redis:
 def revive(store: Store, state: RunState) -> list[RangeId]:
     """Delete the markers of ranges that were set aside, so that they are open again."""
     back = sorted(state.failed)
-    for range_id in back:
-        store.delete(names.failed(range_id))
+
+    def delete(home: Store) -> None:
+        for range_id in back:
+            home.delete(names.failed(range_id))
+
+    at_home(store, delete)
     return back
 
 

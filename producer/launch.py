@@ -16,10 +16,11 @@ from typing import Final
 
 from producer import fleet
 from producer.display import Display
-from producer.embedded import die_with_parent, embedded_server
+from producer.embedded import embedded_server
 from swathe import log, queue
 from swathe.errors import IncompleteRunError, WorkerError
 from swathe.manifest import Manifest, seal
+from swathe.parent import die_with_me
 from swathe.records import RunState, RunWatcher
 from swathe.settings import Settings
 from swathe.spec import RunSpec
@@ -41,19 +42,23 @@ def extract(
     """
     watcher = RunWatcher(store, spec)
     state = watcher.read()
-    if state.missing:
+    while (
+        state.missing
+    ):  # once, unless the run is moved meanwhile: workers are let into the new place only anew
         with contextlib.ExitStack() as stack:
             if settings.redis_url is not None:
                 redis_url = settings.redis_url.get_secret_value()
             else:
                 redis_url = stack.enter_context(embedded_server(settings.state_dir, spec.run_id))
             connection = stack.enter_context(contextlib.closing(queue.connect(redis_url)))
-            run = fleet.Fleet(connection, store, spec)
+            run = fleet.Fleet(connection, watcher.store, spec)
             run.submit(state)
             log_path = settings.state_dir / spec.run_id / "worker.log"
-            worker = stack.enter_context(_workers(devices, redis_url, store, settings, log_path))
+            worker = stack.enter_context(
+                _workers(devices, redis_url, run.store, settings, log_path)
+            )
             state = _watch(watcher, run, worker, log_path, display)
-    return seal(store, state)
+    return seal(watcher.store, state)
 
 
 @contextlib.contextmanager
@@ -72,7 +77,7 @@ def _workers(
             stdout=output,
             stderr=output,
             start_new_session=True,  # Ctrl-C is ours to hand on, once
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - this process has one thread here
+            preexec_fn=die_with_me(),  # noqa: PLW1509 - this process has one thread here
         )
     try:
         yield process
@@ -94,7 +99,7 @@ def _watch(
     log_path: Path,
     display: Display,
 ) -> RunState:
-    """Show progress until every range has a record or a marker; bounded by the life of the workers."""
+    """Show progress until every range has a record or a marker, or the run was moved; bounded by the workers' life."""
     while True:
         exited = (
             worker.poll() is not None
@@ -102,7 +107,7 @@ def _watch(
         state = watcher.read()
         snapshot = run.snapshot(state)
         display.show(snapshot)
-        if not state.missing:
+        if not state.missing or watcher.store is not run.store:
             return state
         if snapshot.refusal:
             msg = f"no worker can serve the run: {snapshot.refusal}"
@@ -131,7 +136,7 @@ def check(store: Store, *, samples: int, devices: str) -> None:
         *(sys.executable, "-P", "-m", "worker.cli", "check", store.url),
         *("--samples", str(samples), "--device", "cpu" if devices == "cpu" else "auto"),
     ]
-    done = subprocess.run(command, check=False, preexec_fn=die_with_parent)
+    done = subprocess.run(command, check=False, preexec_fn=die_with_me())
     if done.returncode:
         msg = (
             f"{store.url}: the stored states are not what the model computes (or could not be checked, see above); "

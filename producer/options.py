@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from swathe.errors import ConfigError, PlanError
-from swathe.spec import ComputeDtype, Layer, LayerSlot, Overlong
+from swathe.spec import FLOAT8, ComputeDtype, Layer, LayerSlot, Overlong, StoredDtype
 
 _DTYPES: Final[Mapping[str, ComputeDtype]] = {
     "bf16": "bfloat16",
@@ -19,6 +19,8 @@ class PlanOptions:
     """Options of ``swathe plan``, by the same names."""
 
     dataset: str
+    split: str | None = None
+    """SPLIT or SUBSET/SPLIT of a data set that has several."""
     model: str
     layers: tuple[int, ...] = ()
     final: bool = False
@@ -29,7 +31,9 @@ class PlanOptions:
     dtype: str = "auto"
     columns: dict[str, str] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    min_length: int = 1
     min_supervised: int = 1
+    min_supervised_ratio: float = 0.0
     trust_remote_code: bool = False
     allow_low_space: bool = False
     """Plan even when the states will not fit into the space that is free now."""
@@ -64,14 +68,12 @@ def _meaning(layer: Layer) -> str:
     return f"output of decoder block {layer} (0-based)"
 
 
-def stored_dtype(asked: str, checkpoint: ComputeDtype) -> ComputeDtype:
-    """The dtype that states are computed and stored in. Raises ConfigError for one that is not known."""
-    if asked == "auto":
-        return checkpoint
+def dtypes(asked: str, checkpoint: ComputeDtype) -> tuple[ComputeDtype, StoredDtype]:
+    """What states are computed in, and what they are stored in. Raises ConfigError for a dtype that is not known."""
     if asked == "fp8":
-        msg = "dtype fp8 comes later; use auto, bf16, fp16 or fp32"
+        return checkpoint, FLOAT8
+    if asked != "auto" and asked not in _DTYPES:
+        msg = f"dtype {asked}: use auto, bf16, fp16, fp32 or fp8"
         raise ConfigError(msg)
-    if asked not in _DTYPES:
-        msg = f"dtype {asked}: use auto, bf16, fp16 or fp32"
-        raise ConfigError(msg)
-    return _DTYPES[asked]
+    dtype = _DTYPES.get(asked, checkpoint)
+    return dtype, dtype

@@ -25,11 +25,11 @@ from swathe.chat import ChatEncoder, TextEncoder, describe_tokenizer, load_token
 from swathe.clock import utc_now
 from swathe.dataset import read_samples
 from swathe.errors import ObjectMissingError, PlanError, RunMismatchError
-from swathe.records import read_run
+from swathe.records import RunState, RunWatcher, read_run
 from swathe.samples import Encoder, Rejected
 from swathe.spec import RunId, RunSpec, TokenFile, TokenizerSpec, Totals, fingerprint, to_json
 from swathe.store import Store
-from swathe.tokens import TokenWriter, all_keys
+from swathe.tokens import TokenWriter, all_keys, check_files
 
 __all__ = ["PlanOptions", "PlanProgress", "PlanReport", "plan"]
 
@@ -66,6 +66,7 @@ def plan(
             return report
         winner = read_run(store)
         if winner.fingerprint != spec.fingerprint:
+            check_files(store, winner)  # says that what we wrote has hurt it
             msg = f"{store.url}: another plan was made here meanwhile; it is left as it is; use another folder"
             raise RunMismatchError(msg)
         return dataclasses.replace(report, spec=winner, reused=True)
@@ -109,9 +110,10 @@ def _write(
     files = writer.close()
     check_unchanged(inputs.dataset)
     store.write(names.REJECTED, _rejected_lines(tally.rejected, as_text=writer.ids_are_text))
-    # An interrupted plan of other options may have left more files than this one has.
-    for stale in {info.key for info in store.list(names.TOKENS)} - all_keys(files):
-        store.delete(stale)
+    # An interrupted plan of other options may have left more files than this one has; a plan that won has not.
+    if store.stat(names.RUN) is None:
+        for stale in {info.key for info in store.list(names.TOKENS)} - all_keys(files):
+            store.delete(stale)
     draft = RunSpec(
         run_id=RunId(secrets.token_hex(8)),
         fingerprint="",
@@ -119,8 +121,8 @@ def _write(
         model=inputs.checkpoint.spec,
         tokenizer=encoding.tokenizer,
         layers=inputs.layers,
-        compute_dtype=inputs.dtype,
-        stored_dtype=inputs.dtype,
+        compute_dtype=inputs.compute_dtype,
+        stored_dtype=inputs.stored_dtype,
         batching=inputs.batching,
         policies=inputs.policies,
         totals=_totals(tally, files),
@@ -193,7 +195,7 @@ def _write_provenance(
         argv,
         planned_at=utc_now(),
         inputs={
-            file.name: {"size_bytes": file.size_bytes, "mtime_ns": file.mtime_ns}
+            file.name: {"size_bytes": file.size_bytes, "version": file.version}
             for file in inputs.dataset.files
         },
     )
@@ -207,16 +209,18 @@ def _report(
     spec: RunSpec,
     summary: dict[str, Any],
     *,
-    reused: bool = False,
+    state: RunState | None = None,
     seconds: float = 0.0,
 ) -> PlanReport:
+    """``state`` is that of a run that was there already."""
     return PlanReport(
         spec=spec,
-        reused=reused,
+        reused=state is not None,
         padding_ratio=summary.get("padding_ratio", 0.0),
         rejected=summary.get("rejected", {}),
         length_histogram=tuple((a, b, n) for a, b, n in summary.get("length_histogram", [])),
         free_bytes=store.free_bytes(),
+        stored_bytes=spec.shard_bytes(state.stored_tokens, state.stored_samples) if state else 0,
         warnings=tuple(summary.get("warnings", [])),
         seconds=seconds,
     )
@@ -227,7 +231,7 @@ def _reused(store: Store, spec: RunSpec) -> PlanReport:
     summary: dict[str, Any] = {}
     with contextlib.suppress(ObjectMissingError, ValueError, KeyError, TypeError):
         summary = dict(json.loads(store.read(names.PROVENANCE))["report"])
-    return _report(store, spec, summary, reused=True)
+    return _report(store, spec, summary, state=RunWatcher(store, spec).read())
 
 
 @contextlib.contextmanager

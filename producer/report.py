@@ -20,7 +20,10 @@ def plan_lines(report: PlanReport) -> Iterator[str]:
         yield "  RANDOM WEIGHTS: for rehearsals and benchmarks; never train on these states"
     slots = ", ".join(str(slot.layer) for slot in spec.layers)
     yield f"  model    {spec.model.source} ({spec.model.model_type}, {spec.model.num_layers} blocks)"
-    yield f"  layers   {slots}, stored as {spec.stored_dtype}"
+    computed = (
+        "" if spec.stored_dtype == spec.compute_dtype else f", computed in {spec.compute_dtype}"
+    )
+    yield f"  layers   {slots}, stored as {spec.stored_dtype}{computed}"
     yield f"  rows     {totals.rows:,}: {totals.samples:,} samples, {totals.rejected:,} rejected"
     mean = totals.tokens / max(totals.samples, 1)
     yield f"  tokens   {totals.tokens:,}, {mean:.0f} a sample, longest {totals.longest:,}"
@@ -33,7 +36,7 @@ def plan_lines(report: PlanReport) -> Iterator[str]:
     yield f"  ranges   {totals.ranges:,} of up to {batching.range_tokens:,} tokens, {batching.form}, {order}"
     yield f"  padding  {report.padding_ratio:.1%} of the tokens computed and thrown away"
     free = "" if report.free_bytes is None else f", {size_text(report.free_bytes)} free"
-    yield f"  bytes    {size_text(report.state_bytes)} to come{free}"
+    yield f"  bytes    {size_text(report.bytes_to_come)} to come{free}"
     if not report.fits:
         yield "  WARNING  the states do not fit into the space that is free now"
     for reason, rows in list(report.rejected.items())[:_REASONS_SHOWN]:

@@ -13,12 +13,12 @@ from typing import Final
 from producer.display import Pace
 from swathe import log, names
 from swathe.errors import SwatheError
+from swathe.location import moved
 from swathe.manifest import read_manifest
 from swathe.queue.payload import allowed_run_url
-from swathe.records import RunState, RunWatcher, read_run
+from swathe.records import RunState, RunWatcher, open_run
 from swathe.settings import Settings
-from swathe.spec import RunId, RunSpec
-from swathe.store import Store, open_store
+from swathe.spec import RunId
 
 _REST_S: Final = 5.0
 _SHARE: Final = 0.1
@@ -52,8 +52,7 @@ class _Watched:
     """One run between two readings."""
 
     def __init__(self, url: str) -> None:
-        self.store: Store = open_store(url)
-        self.spec: RunSpec = read_run(self.store)
+        self.store, self.spec = open_run(url)
         self._watcher = RunWatcher(self.store, self.spec)
         self._pace = Pace(_PACE_S)
         self._done: Progress | None = None
@@ -172,15 +171,20 @@ class Runs:
                 logger.warning("run cannot be read", run=run_id, url=url, error=str(error))
 
     def _read(self, run_id: RunId, url: str) -> None:
-        if run_id not in self._watched:
-            if self._roots:
-                allowed_run_url(run_id, url, self._roots)
-            self._watched[run_id] = _Watched(url)
+        if run_id not in self._watched or moved(self._watched[run_id].store) is not None:
+            self._allow(run_id, url)
+            watched = _Watched(url)
+            self._allow(run_id, watched.store.url)
+            self._watched[run_id] = watched
         progress = self._watched[run_id].read()
         if progress is None:
             self._progress.pop(run_id, None)
         else:
             self._progress[run_id] = progress
+
+    def _allow(self, run_id: RunId, url: str) -> None:
+        if self._roots:
+            allowed_run_url(run_id, url, self._roots)
 
     def _loop(self) -> None:
         while not self._stop.is_set():

@@ -40,6 +40,8 @@ class PlanReport:
     length_histogram: tuple[tuple[int, int, int], ...]
     """(shortest, longest, samples) for each doubling of the length, without gaps."""
     free_bytes: int | None
+    stored_bytes: int = 0
+    """Of states, by an earlier call of a run that was there already."""
     warnings: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -60,13 +62,18 @@ class PlanReport:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the run will store."""
+        """Bytes of states of the whole run."""
         return self.spec.state_bytes
 
     @property
+    def bytes_to_come(self) -> int:
+        """Bytes of states that are not stored yet."""
+        return self.state_bytes - self.stored_bytes
+
+    @property
     def fits(self) -> bool:
-        """Whether the states fit into the space that was free."""
-        return self.free_bytes is None or self.state_bytes <= self.free_bytes
+        """Whether the states to come fit into the space that was free."""
+        return self.free_bytes is None or self.bytes_to_come <= self.free_bytes
 
 
 @dataclass(slots=True)

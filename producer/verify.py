@@ -1,28 +1,31 @@
 """Verification of a run's committed shards against their records, the plan and themselves.
 
 Quick: each record's shard is there, of the recorded size, with the header the run promises. Full: all bytes are read
-once, 64 MB at a time; the hash is the recorded one, ids, masks and rows are the planned ones, and every stored vector
-is finite and not all zero (a right-length file with a zeroed tail passes every weaker test).
+once, 64 MB at a time; the hash is the recorded one, ids, masks and rows are the planned ones, every stored vector
+is finite, no sample has a slot of zeros only (a right-length file with a zeroed tail passes weaker tests), and every scale of a float8
+run is a power of two. Imported ranges keep the scales that they came with: those must be finite and positive.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import xxhash
 
 from swathe import codec, names
 from swathe.errors import FormatError, StoreError
-from swathe.records import RunState, RunWatcher, read_run
-from swathe.spec import RangeId, RangeRecord, RunSpec
+from swathe.location import at_home
+from swathe.records import RunState, RunWatcher, open_run
+from swathe.spec import FLOAT8, RangeId, RangeRecord, RunSpec
 from swathe.store import Store
 from swathe.tokens import RangeTokens, TokenReader
 
-_EXPONENT: Final = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
-_BITS: Final = {"bfloat16": "u2", "float16": "u2", "float32": "u4"}
+_NOT_FINITE: Final = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, FLOAT8: 0x7F}
+"""Bits that are all set in NaN and infinity only; float8_e4m3fn has no infinity, and one NaN of each sign."""
+_BITS: Final = {"bfloat16": "u2", "float16": "u2", "float32": "u4", FLOAT8: "u1"}
 _CHUNK_BYTES: Final = 64 << 20
 
 
@@ -47,7 +50,13 @@ def verify(
     store: Store, *, full: bool = False, progress: Callable[[int, int], None] | None = None
 ) -> Verification:
     """Check every record of a run; ``progress(done, all)`` is told after each range."""
-    spec = read_run(store)
+    home, spec = open_run(store)
+    return at_home(home, lambda home: _verify(home, spec, full=full, progress=progress))
+
+
+def _verify(
+    store: Store, spec: RunSpec, *, full: bool, progress: Callable[[int, int], None] | None
+) -> Verification:
     state = RunWatcher(store, spec).read()
     damaged = dict.fromkeys(state.invalid, "unreadable or foreign record")
     for range_id, canary in state.suspect.items():
@@ -81,8 +90,11 @@ def withdraw(store: Store, state: RunState, range_ids: list[RangeId]) -> None:
 
     The manifest goes first (the run is no longer complete), each record before its shard.
     """
-    if not range_ids:
-        return
+    if range_ids:
+        at_home(store, lambda home: _withdraw(home, state, range_ids))
+
+
+def _withdraw(store: Store, state: RunState, range_ids: list[RangeId]) -> None:
     store.delete(names.MANIFEST)
     for range_id in range_ids:
         record = state.records.get(range_id)
@@ -133,16 +145,26 @@ class _Checker:
             yield f"header promises {header.size_bytes} bytes, the shard has {record.size_bytes}"
         if header.metadata.get("fingerprint") != spec.fingerprint:
             yield "shard of another run (its header's fingerprint differs)"
-        states = header.tensors.get("hidden_states")
-        shape = (record.tokens, len(spec.layers), spec.model.hidden_size)
-        if states is None or states.shape != shape or states.dtype != spec.stored_dtype:
-            yield f"hidden_states is not {spec.stored_dtype} {list(shape)}"
-        elif self._full:
+        rows = (record.tokens, len(spec.layers))
+        promised: dict[str, tuple[str, tuple[int, ...]]] = {
+            names.STATES_TENSOR: (spec.stored_dtype, (*rows, spec.model.hidden_size))
+        }
+        if spec.stored_dtype == FLOAT8:
+            promised[names.SCALES_TENSOR] = ("float32", rows)
+        wrong = [
+            f"{name} is not {dtype} {list(shape)}"
+            for name, (dtype, shape) in promised.items()
+            if (info := header.tensors.get(name)) is None
+            or (info.dtype, info.shape) != (dtype, shape)
+        ]
+        yield from wrong
+        if self._full and not wrong:
             yield from self._content(record, header)
 
     def _content(self, record: RangeRecord, header: codec.Header) -> Iterator[str]:
         tokens = self._tokens.read_range(record.range_id)
-        planned = _without(tokens, [bad.row for bad in record.quarantined])
+        bad_rows = [bad.row for bad in record.quarantined]
+        planned = tokens.keep(np.flatnonzero(~np.isin(tokens.rows, bad_rows)).tolist())
         wanted: dict[str, codec.Array] = {
             "row": planned.rows,
             "offsets": planned.offsets,
@@ -152,16 +174,27 @@ class _Checker:
         if absent := sorted(wanted.keys() - header.tensors.keys()):
             yield f"shard has no {', '.join(absent)}"
         digest, found = xxhash.xxh3_128(), list[str]()
+        # Which vectors hold anything [T, K]. One may be all zero (a zero embedding at a sample's start stays zero
+        # through every block); a slot that is zero at every token of a sample was not computed, as the engine judges too.
+        filled: list[codec.Array] = []
         for name, first, info, data in _pieces(self._store, record.shard or "", header):
             digest.update(data)
-            if name == "hidden_states":
+            if name == names.STATES_TENSOR:
                 states = codec.to_array(info, data)
-                found.extend(_bad_vectors(states, self._spec.stored_dtype, first))
+                bits = states.view(_BITS[self._spec.stored_dtype])
+                found.extend(_not_finite(bits, _NOT_FINITE[self._spec.stored_dtype], first))
+                # The sign bit does not make a zero a value.
+                filled.append(np.any(bits << 1, axis=2))
+            elif name == names.SCALES_TENSOR:
+                imported = record.worker == names.IMPORTER
+                found.extend(_bad_scales(codec.to_array(info, data), powers_of_two=not imported))
             elif name in wanted and not np.array_equal(codec.to_array(info, data), wanted[name]):
                 found.append(f"{name} is not what the plan says")
         if digest.hexdigest() != record.xxh3:
             yield "content does not have the recorded hash"
         yield from found
+        if filled and len(planned.rows):
+            yield from _empty_slots(np.concatenate(filled), planned)
 
 
 def _pieces(
@@ -174,38 +207,37 @@ def _pieces(
     for name, whole in [("", head), *tensors]:
         rows = whole.shape[0]
         row_bytes = whole.size_bytes // rows if rows else 0
-        step = max(1, _CHUNK_BYTES // row_bytes) if name == "hidden_states" and row_bytes else rows
+        step = (
+            max(1, _CHUNK_BYTES // row_bytes) if name == names.STATES_TENSOR and row_bytes else rows
+        )
         for first in range(0, rows, step or 1):
             info = codec.slice_rows(whole, first, min(first + step, rows))
             yield name, first, info, store.read_range(key, info.offset, info.size_bytes)
 
 
-def _bad_vectors(states_TKH: codec.Array, dtype: str, first: int) -> Iterator[str]:
-    """Name the first vector that is not finite or is all zero. Works on raw bits: numpy has no bfloat16."""
-    bits = states_TKH.view(_BITS[dtype])
-    exponent = _EXPONENT[dtype]
-    infinite = ((bits & exponent) == exponent).any(axis=2)
+def _not_finite(bits_TKH: codec.Array, special: int, first: int) -> Iterator[str]:
+    """Name the first vector that is not finite. Works on raw bits: numpy has no bfloat16."""
+    infinite = ((bits_TKH & special) == special).any(axis=2)
     if infinite.any():
         token, slot = np.argwhere(infinite)[0]
         yield f"token {first + token} slot {slot} holds NaN or infinity"
-    zero = ~(bits << 1).any(axis=2)  # the sign bit does not make a zero a value
-    if zero.any():
-        token, slot = np.argwhere(zero)[0]
-        yield f"token {first + token} slot {slot} is all zeros"
 
 
-def _without(tokens: RangeTokens, rows: list[int]) -> RangeTokens:
-    """The planned range less its quarantined samples."""
-    if not rows:
-        return tokens
-    kept = ~np.isin(tokens.rows, rows)
-    lengths = np.diff(tokens.offsets)
-    per_token = np.repeat(kept, lengths)
-    offsets: Any = np.concatenate([[0], np.cumsum(lengths[kept])])
-    return RangeTokens(
-        range_id=tokens.range_id,
-        rows=tokens.rows[kept],
-        offsets=offsets,
-        input_ids=tokens.input_ids[per_token],
-        loss_mask=tokens.loss_mask[per_token],
+def _empty_slots(filled_TK: codec.Array, planned: RangeTokens) -> Iterator[str]:
+    """Name the first sample that has a slot of zeros only."""
+    empty = ~np.logical_or.reduceat(filled_TK, planned.offsets[:-1], axis=0)
+    if empty.any():
+        sample, slot = np.argwhere(empty)[0]
+        yield f"row {planned.rows[sample]} slot {slot} is zero at every token"
+
+
+def _bad_scales(scales_TK: codec.Array, *, powers_of_two: bool) -> Iterator[str]:
+    """Name the first scale that cannot be one."""
+    # Of positive powers of two, and of nothing else, the mantissa is 0.5.
+    good = (
+        np.frexp(scales_TK)[0] == 0.5 if powers_of_two else np.isfinite(scales_TK) & (scales_TK > 0)
     )
+    if not good.all():
+        token, slot = np.argwhere(~good)[0]
+        kind = "a power of two" if powers_of_two else "a positive number"
+        yield f"token {token} slot {slot} has scale {scales_TK[token, slot]}, not {kind}"

@@ -17,9 +17,8 @@ from producer.status import as_json, as_lines
 from producer.top import watch_fleet
 from swathe import log, queue
 from swathe.errors import ConfigError, QueueError
-from swathe.records import RunState, RunWatcher, read_run
+from swathe.records import RunState, RunWatcher, open_run
 from swathe.settings import read_settings
-from swathe.store import open_store
 from swathe.web import Address, WebServer
 
 _WATCH_EVERY_S: Final = 2.0
@@ -38,8 +37,7 @@ def status(
     json_: Json = False,
 ) -> None:
     """Tell a run's state from its store alone, and from Redis where REDIS_URL is set."""
-    store, settings = open_store(run), read_settings()
-    spec = read_run(store)
+    (store, spec), settings = open_run(run), read_settings()
     watcher = RunWatcher(store, spec)
     one = fleet.Fleet(fleet.connect(settings), store, spec) if settings.redis_url else None
     state = watcher.read()
@@ -51,12 +49,12 @@ def status(
                 state = watcher.read()
     view = one.view(state) if one else None
     if json_:
-        value = as_json(state, view) | {"failures": fleet.failures(store, state)}
+        value = as_json(state, view) | {"failures": fleet.failures(watcher.store, state)}
         print(json.dumps(value, indent=1, ensure_ascii=False))
     else:
         for line in as_lines(state, view):
             print(line)
-        for failure in fleet.failures(store, state):
+        for failure in fleet.failures(watcher.store, state):
             print(f"  aside    range {failure['range']}: {failure['reason']}")
 
 

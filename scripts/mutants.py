@@ -28,21 +28,21 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "the capture takes the block before",
-        "worker/capture.py",
+        "worker/model/capture.py",
         "blocks[block].register_forward_hook",
         "blocks[max(block - 1, 0)].register_forward_hook",
         ("tests/worker/test_exact_padded.py", "tests/worker/test_model.py"),
     ),
     Mutant(
         "the first boundary of a packed row is dropped",
-        "worker/packing.py",
+        "worker/model/kernels/packing.py",
         "return list(pairwise(self.offsets))",
         "return list(pairwise((0, *self.offsets[2:])))",
         ("tests/worker/test_exact_packed.py",),
     ),
     Mutant(
         "samples come out in another order",
-        "worker/transfer.py",
+        "worker/engine/transfer.py",
         "runs.append(Run(first, ",
         "runs.append(Run(0, ",
         ("tests/worker/test_engine.py",),

@@ -9,6 +9,7 @@ import io
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 
 from swathe import codec, names
 from swathe.errors import IncompleteRunError, IntegrityError
+from swathe.location import at_home
 from swathe.orphans import collect
-from swathe.records import RunState, RunWatcher, read_failed, read_run
+from swathe.records import RunState, RunWatcher, open_run, read_failed
 from swathe.spec import (
     FORMAT_VERSION,
     LayerSlot,
@@ -80,9 +82,21 @@ def seal(store: Store, state: RunState | None = None) -> Manifest:
     Raises IncompleteRunError when ranges are open or set aside, too many samples are quarantined or rows are
     unaccounted for, and IntegrityError when a record contradicts the plan.
     """
-    now_s = time.time()
-    spec = state.spec if state else read_run(store)
-    state = state or RunWatcher(store, spec).read()
+    if state is None:
+        store, spec = open_run(store)
+        state = RunWatcher(store, spec).read()
+    return at_home(store, partial(_seal_there, state, store.url))
+
+
+def _seal_there(state: RunState, read_at: str, home: Store) -> Manifest:
+    """Seal where the run is; after a move a range may have another shard there, by a worker that came first."""
+    if home.url != read_at:
+        state = RunWatcher(home, state.spec).read()
+    return _seal(home, state)
+
+
+def _seal(store: Store, state: RunState) -> Manifest:
+    now_s, spec = time.time(), state.spec
     _require_complete(store, state)
     if state.sealed:
         manifest = read_manifest(store)

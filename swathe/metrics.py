@@ -121,6 +121,14 @@ WORKER_READY = _worker(
 )
 BACKLOG_BYTES = _worker("backlog_bytes", "gauge", "Bytes computed and not yet stored.")
 STORE_FREE_BYTES = _worker("store_free_bytes", "gauge", "Room left in the store last written to.")
+PAUSED_FOR_SPACE = _worker(
+    "paused_for_space", "gauge", "1 while computed ranges wait for room in their store."
+)
+STORE_STALLED = _worker(
+    "store_stalled_seconds",
+    "gauge",
+    "Since when the store operation that waits longest has not moved.",
+)
 GPU_BUSY = _worker(
     "gpu_busy_ratio", "gauge", "Share of the last minute in which the model computed."
 )

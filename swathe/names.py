@@ -19,6 +19,15 @@ CANARIES: Final = "canaries/"
 FINAL_NORM: Final = "final_norm.safetensors"
 MANIFEST: Final = "manifest.json"
 ROWS: Final = "rows.parquet"
+MOVED: Final = "moved.json"
+MOVING: Final = "moving.json"
+
+STATES_TENSOR: Final = "hidden_states"
+"""In a shard: [T, K, H] of the stored dtype."""
+SCALES_TENSOR: Final = "hidden_states_scales"
+"""In a shard of a float8 run: float32 [T, K]; code times scale is the value."""
+IMPORTER: Final = "import"
+"""The worker that stands in the records of imported ranges."""
 
 JOB_FUNCTION: Final = "swathe.extract_range"
 """The only function a worker executes. A name for the allow list, never imported."""
@@ -132,6 +141,11 @@ def clock_key() -> str:
 def requeued_key() -> str:
     """Redis hash of counters: how many ranges went back to a queue, by reason."""
     return "swathe:requeued"
+
+
+def cancelled_key() -> str:
+    """Redis set of the run ids that were cancelled and not submitted since."""
+    return "swathe:cancelled"
 
 
 def paused_key() -> str:

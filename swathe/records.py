@@ -7,13 +7,15 @@ A listing of ``states/`` tells which records exist; only records not seen before
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from swathe import names
 from swathe.canaries import read_canaries, suspects
 from swathe.errors import FormatError, ObjectMissingError, RunMismatchError
+from swathe.location import at_home, open_home, read_departure
 from swathe.spec import CanaryRecord, FailedMarker, RangeId, RangeRecord, RunSpec, from_json
-from swathe.store import Store
+from swathe.store import Store, open_store
 
 _READERS: Final = 16
 
@@ -83,19 +85,23 @@ class RunState:
 
 
 class RunWatcher:
-    """Reads a run's state again and again, each record once."""
+    """Reads a run's state again and again, each record once; ``store`` is where the run was at the last reading."""
 
     def __init__(self, store: Store, spec: RunSpec) -> None:
-        self._store = store
+        self.store = store
         self._spec = spec
         self._records: dict[RangeId, tuple[float, RangeRecord]] = {}
         self._canaries: dict[str, CanaryRecord] = {}
 
     def read(self) -> RunState:
-        """A fresh snapshot. Raises StoreError when the store cannot be listed."""
+        """A fresh snapshot, from where the run is now. Raises StoreError when the store cannot be listed."""
+        return at_home(self.store, self._read)
+
+    def _read(self, store: Store) -> RunState:
+        self.store = store
         listed: dict[RangeId, float] = {}
         failed: set[RangeId] = set()
-        for item in self._store.list(names.STATES):
+        for item in self.store.list(names.STATES):
             if (range_id := names.record_range(item.key)) is not None:
                 listed[range_id] = item.modified_s
             elif (range_id := names.failed_range(item.key)) is not None:
@@ -106,13 +112,13 @@ class RunWatcher:
         new = [range_id for range_id in listed if range_id not in self._records]
         invalid = frozenset(self._read_new(new, listed))
         records = {range_id: self._records[range_id][1] for range_id in sorted(self._records)}
-        self._canaries = read_canaries(self._store, self._spec, self._canaries)
+        self._canaries = read_canaries(self.store, self._spec, self._canaries)
         return RunState(
             spec=self._spec,
             records=records,
             failed=frozenset(failed - records.keys()),
             invalid=invalid,
-            sealed=self._store.stat(names.MANIFEST) is not None,
+            sealed=self.store.stat(names.MANIFEST) is not None,
             canaries=dict(self._canaries),
             suspect=suspects(records.values(), self._canaries.values()),
         )
@@ -125,7 +131,7 @@ class RunWatcher:
                 yield range_id
 
     def _read_all(self, range_ids: list[RangeId]) -> list[RangeRecord | Exception]:
-        if self._store.local_path("") is not None or len(range_ids) < _READERS:
+        if self.store.local_path("") is not None or len(range_ids) < _READERS:
             # Small local files are read faster than threads can be handed them.
             return [self._try_read(range_id) for range_id in range_ids]
         with ThreadPoolExecutor(_READERS, "records") as pool:
@@ -133,9 +139,27 @@ class RunWatcher:
 
     def _try_read(self, range_id: RangeId) -> RangeRecord | Exception:
         try:
-            return read_record(self._store, self._spec, range_id)
+            return read_record(self.store, self._spec, range_id)
         except (FormatError, RunMismatchError, ObjectMissingError) as error:
             return error
+
+
+def open_run(run: str | Path | Store) -> tuple[Store, RunSpec]:
+    """A run's store, where it is now, and its spec.
+
+    Raises as ``read_run`` does, and RunMismatchError when another run is where this one was moved to.
+    """
+    start = open_store(run) if isinstance(run, str | Path) else run
+    home, spec = at_home(open_home(start), lambda store: (store, read_run(store)))
+    if home is not start:
+        departure = read_departure(start)
+        if departure is not None and departure.run_id != spec.run_id:
+            msg = (
+                f"{start.url}: run {departure.run_id} was moved to {home.url}, which holds run {spec.run_id} now; give "
+                "the URL of the run that you mean"
+            )
+            raise RunMismatchError(msg)
+    return home, spec
 
 
 def read_run(store: Store) -> RunSpec:

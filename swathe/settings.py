@@ -4,7 +4,15 @@ import socket
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swathe.errors import ConfigError
@@ -102,6 +110,10 @@ class Settings(BaseSettings):
     """This node's name in metrics and displays; one of its own in the fleet."""
     exporter_address: str = "127.0.0.1:9411"
     """Where ``swathe exporter`` serves the fleet's metrics and the list of its workers."""
+    min_free_bytes: ByteSize = Field(default=ByteSize(1 << 30), ge=0)
+    """Room that workers leave in a run's store: what is computed waits rather than go below. ``20GB`` is understood."""
+    store_stall_s: float = Field(default=60.0, gt=0)
+    """A store that has not moved for so long is reported."""
     max_batch_tokens: int | None = Field(default=None, ge=1)
     """Tokens a worker puts through the model at once; unset: the range's own size, or what memory allows."""
     s3: S3Settings = S3Settings()

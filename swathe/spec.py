@@ -31,6 +31,8 @@ Content = Literal["input_ids", "messages", "text"]
 Overlong = Literal["reject", "truncate"]
 StoredDtype = Literal["bfloat16", "float16", "float32", "float8_e4m3fn"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
+FLOAT8: Final = "float8_e4m3fn"
+"""The one stored dtype that is never computed in, and that has scales."""
 
 ITEM_BYTES: Final[Mapping[str, int]] = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1,
@@ -135,8 +137,11 @@ class Policies:
 
     max_length: int | None = None
     overlong: Overlong = "reject"
+    min_length: int = 1
     min_supervised: int = 1
     """Rows with fewer tokens under the loss mask are rejected: a drafter learns nothing from them."""
+    min_supervised_ratio: float = 0.0
+    """The same as a share of the row's tokens."""
     max_quarantined_ratio: float = 0.001
 
 
@@ -193,13 +198,17 @@ class RunSpec:
     def bytes_per_token(self) -> int:
         """Bytes of ``hidden_states`` (and fp8 scales) that one token costs."""
         slots = len(self.layers)
-        scales = 4 * slots if self.stored_dtype == "float8_e4m3fn" else 0
+        scales = 4 * slots if self.stored_dtype == FLOAT8 else 0
         return slots * self.model.hidden_size * ITEM_BYTES[self.stored_dtype] + scales
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the run's shards will hold (states, ids, masks, offsets, rows; without headers)."""
-        return self.totals.tokens * (self.bytes_per_token + 5) + self.totals.samples * 16
+        """Bytes that the run's shards will hold."""
+        return self.shard_bytes(self.totals.tokens, self.totals.samples)
+
+    def shard_bytes(self, tokens: int, samples: int) -> int:
+        """Bytes that shards of so many tokens hold (states, ids, masks, offsets, rows; without headers)."""
+        return tokens * (self.bytes_per_token + 5) + samples * 16
 
     def token_file_of(self, range_id: RangeId) -> TokenFile:
         """The token file that holds a range. Raises FormatError for a range outside the plan."""
@@ -259,7 +268,8 @@ class FailedMarker:
 class CanaryRecord:
     """canaries/000042.json: one stored sample computed again, alone, on the reference path.
 
-    ``errors`` are medians over its tokens, ``bounds`` what they may be, both by layer.
+    ``errors`` are medians over its tokens, ``bounds`` what they may be, both by layer. ``stored_as_computed``: the bytes
+    to be stored are those that the host makes of the computed states.
     """
 
     format_version: int = FORMAT_VERSION
@@ -269,10 +279,33 @@ class CanaryRecord:
     tokens: int
     errors: dict[str, float]
     bounds: dict[str, float]
+    stored_as_computed: bool = True
     passed: bool
     worker: str
     device: str
     taken_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """moved.json, where a run was: the run is at ``url`` now. Its creation is the moment of the move."""
+
+    format_version: int = FORMAT_VERSION
+    run_id: RunId
+    move_id: str
+    url: str
+    moved_at: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """moving.json, where a run will be: until the departure of the same move is in ``source``, the run is there."""
+
+    format_version: int = FORMAT_VERSION
+    run_id: RunId
+    move_id: str
+    source: str
+    started_at: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,10 @@ from swathe.spec import RangeJob
 from swathe.store import Store
 
 
-def submit(connection: Redis, store: Store, state: RunState) -> Enqueued:
+def submit(connection: Redis, store: Store, state: RunState, *, rebuild: bool = False) -> Enqueued:
     """Enqueue a run's open ranges. Safe to repeat, beside others, from any state of Redis.
+
+    ``rebuild``: nobody asked for it, so a run that was cancelled stays so.
 
     Raises QueueError when Redis does not answer; what was enqueued before stays, the rest comes with the next call.
     """
@@ -20,4 +22,4 @@ def submit(connection: Redis, store: Store, state: RunState) -> Enqueued:
         )
         for range_id in state.missing
     )
-    return RangeQueue.of_model(connection, spec.model.key).enqueue_if_absent(jobs)
+    return RangeQueue.of_model(connection, spec.model.key).enqueue_if_absent(jobs, rebuild=rebuild)

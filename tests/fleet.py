@@ -17,8 +17,8 @@ from typing import Any
 from swathe import errors, log
 from swathe.queue import RangeQueue, connect
 from swathe.spec import RangeId, RangeJob, RunId
-from worker.contract import STORED, Hooks, WorkerOptions
-from worker.jobs import RangeWorker
+from worker.loop.contract import STORED, Hooks, WorkerOptions
+from worker.loop.jobs import RangeWorker
 
 FAST = {
     "jobs_in_flight": 3,

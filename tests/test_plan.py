@@ -15,12 +15,13 @@ import pytest
 from producer import plan as plan_module
 from producer.arrange import Arranger, computed_tokens, cut_ranges
 from producer.plan import PlanOptions, plan
+from producer.report import plan_lines
 from producer.tally import Tally, count_reasons
 from swathe import names
 from swathe.errors import ConfigError, PlanError, RunMismatchError
 from swathe.records import read_run
 from swathe.samples import Rejected, SampleBlock, offsets_of
-from swathe.spec import Batching, fingerprint
+from swathe.spec import Batching, RangeRecord, fingerprint, to_json
 from swathe.store import open_store
 from swathe.store.memory import MemoryStore
 from swathe.tokens import TokenReader, TokenWriter
@@ -174,6 +175,20 @@ def test_run_json_says_what_the_run_is(made, tmp_path):
     assert found["versions"]["pyarrow"] == pa.__version__
 
 
+def test_float8_is_computed_in_the_checkpoints_dtype_and_costs_half(made):
+    _, options = made
+    store = MemoryStore()
+    report = plan(store, dataclasses.replace(options, dtype="fp8"))
+    spec = read_run(store)
+    assert (spec.compute_dtype, spec.stored_dtype) == ("bfloat16", "float8_e4m3fn")
+    assert spec.bytes_per_token == 3 * (8 + 4)
+    assert report.state_bytes == spec.totals.tokens * (3 * (8 + 4) + 5) + 490 * 16
+    assert "stored as float8_e4m3fn, computed in bfloat16" in "\n".join(plan_lines(report))
+    with pytest.raises(RunMismatchError, match="dtype: float8_e4m3fn in the run, bfloat16 asked"):
+        plan(store, options)
+    assert plan(store, dataclasses.replace(options, dtype="fp8")).reused
+
+
 def test_planning_again_takes_up_the_run_without_reading_rows(made, monkeypatch):
     _, options = made
     store = MemoryStore()
@@ -208,6 +223,8 @@ def test_a_data_set_that_was_only_touched_or_moved_is_the_same(made, tmp_path):
         ({"max_length": 20}, "max_length: 64 in the run, 20 asked for"),
         ({"range_tokens": 10}, "range_tokens: 300 in the run, 10 asked for"),
         ({"min_supervised": 2}, "min_supervised: 1 in the run, 2 asked for"),
+        ({"min_supervised_ratio": 0.5}, r"min_supervised_ratio: 0\.0 in the run, 0\.5 asked for"),
+        ({"min_length": 2}, "min_length: 1 in the run, 2 asked for"),
     ],
 )
 def test_other_options_are_refused_and_the_run_is_kept(made, change, says):
@@ -250,7 +267,6 @@ def test_a_newer_version_that_packs_goes_on_with_a_padded_run(made, monkeypatch)
         ({"layers": (0, 3)}, PlanError, "layer 3 and final are the same tensor"),
         ({"layers": (1, 1)}, PlanError, "layer 1 is asked for twice"),
         ({"layers": (), "final": False}, ConfigError, "no layers"),
-        ({"dtype": "fp8"}, ConfigError, "fp8 comes later"),
         ({"dtype": "int8"}, ConfigError, "dtype int8"),
         ({"range_tokens": 0}, ConfigError, "range_tokens 0"),
         ({"limit": 0}, ConfigError, "limit 0"),
@@ -309,6 +325,23 @@ def test_a_run_that_does_not_fit_is_refused_unless_allowed(made, tmp_path, monke
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]
     report = plan(store, dataclasses.replace(options, allow_low_space=True))
     assert not report.fits
+    assert any("WARNING" in line for line in plan_lines(report))
+
+
+def test_of_a_run_that_is_partly_stored_only_the_rest_must_fit(made, tmp_path, monkeypatch):
+    _, options = made
+    store = open_store(tmp_path / "run")
+    spec = plan(store, options).spec
+    record = RangeRecord(
+        run_id=spec.run_id, range_id=0, shard=None, size_bytes=0, xxh3="", samples=spec.totals.samples,
+        tokens=spec.totals.tokens - 100, worker="w", device="cpu", finished_at="",
+    )  # fmt: skip
+    store.create(names.record(0), to_json(record))
+    monkeypatch.setattr(type(store), "free_bytes", lambda _: 100 * (48 + 5))
+    report = plan(store, options)
+    assert (report.reused, report.bytes_to_come, report.fits) == (True, 100 * (48 + 5), True)
+    monkeypatch.setattr(type(store), "free_bytes", lambda _: 100 * (48 + 5) - 1)
+    assert not plan(store, options).fits
 
 
 def test_an_interrupted_plan_of_other_options_leaves_no_files_behind(made):
@@ -338,6 +371,27 @@ def test_two_plans_at_once_make_one_run(made, monkeypatch):
     assert report.reused
     assert report.spec == winner
     planned(store)
+
+
+def test_the_loser_of_two_plans_of_other_inputs_says_that_it_hurt_the_winner(made, monkeypatch):
+    _, options = made
+    store, other = MemoryStore(), MemoryStore()
+    winner = plan(other, dataclasses.replace(options, limit=400)).spec
+    create = store.create
+
+    def lost(key, data):
+        create(key, other.read(names.RUN))
+        return create(key, data)
+
+    monkeypatch.setattr(store, "create", lost)
+    with pytest.raises(RunMismatchError, match=r"tokens/00000\.safetensors: not the tokens that"):
+        plan(store, options)
+    for file in winner.token_files:  # the winner wrote after us
+        store.write(file.name, [other.read(file.name)])
+    monkeypatch.setattr(plan_module, "TokenWriter", lambda _: TokenWriter(MemoryStore()))
+    store.delete(names.RUN)
+    with pytest.raises(RunMismatchError, match="another plan was made here meanwhile"):
+        plan(store, options)
 
 
 def test_progress_is_told(made):

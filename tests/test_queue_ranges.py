@@ -207,6 +207,18 @@ def test_cancel_forgets_one_run_and_fences_its_workers(ranges, redis):
     assert not [key for key in redis.scan_iter() if b"run1" in key]
 
 
+def test_a_cancelled_run_comes_back_when_a_person_asks_and_not_by_a_rebuild(ranges, redis):
+    ranges.enqueue_if_absent(jobs(2))
+    ranges.cancel(RUN)
+    assert ranges.enqueue_if_absent(jobs(2), rebuild=True).added == 0
+    assert ranges.counts().queued == 0
+    assert RUN not in queue.known_runs(redis)
+    assert ranges.enqueue_if_absent(jobs(2)).added == 2
+    assert RUN in queue.known_runs(redis)
+    redis.flushall()
+    assert ranges.enqueue_if_absent(jobs(2), rebuild=True).added == 2
+
+
 def test_queues_are_listed_by_age(redis):
     for model in ("bbb", "aaa"):
         RangeQueue.of_model(redis, model).enqueue_if_absent([job(1)])

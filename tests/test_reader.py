@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from swathe import HiddenStates, names
 from swathe.errors import ConfigError, IncompleteRunError, IntegrityError
-from swathe.reader import collate_packed, collate_padded
+from swathe.reader import collate_packed, collate_padded, shards
+from swathe.reader.float8 import rounding
 from swathe.store.local import LocalStore
 from tests.support.runs import Recipe, ids_of, length_of, make_run, mask_of, stored_states
 
@@ -72,6 +73,42 @@ def test_float8_comes_back_in_the_computed_dtype_or_raw_with_its_scales(tmp_path
     assert torch.equal(sample["hidden_states"][:, [3, 0]].float(), again)
     expected = stored_states(sample["row"], recipe)
     assert (sample["hidden_states"].float() - expected).abs().max() <= expected.abs().max() / 16
+
+
+def test_a_sample_as_stored_and_how_far_its_codes_may_be_off(tmp_path: Path) -> None:
+    recipe = replace(RECIPE, dtype="float8_e4m3fn")
+    store = make_run(tmp_path, recipe)
+    ds = HiddenStates(store.url)
+    for index in (0, 7, 20):
+        raw, expected = ds.as_stored(index), stored_states(ds[index]["row"], recipe)
+        codes, scales = raw["hidden_states"], raw["hidden_states_scales"]
+        off = (codes.float() * scales[..., None] - expected).abs()
+        half_steps = rounding(codes, scales)
+        assert (off <= half_steps).all()
+        assert (off > half_steps / 2).any()
+        # A step is the distance to the next code; half of one more than it has no room.
+        next_code = (codes.view(torch.uint8) + 1).view(torch.float8_e4m3fn).float()
+        finite = next_code.isfinite() & (codes.float() != 0)
+        steps = (next_code - codes.float()).abs() * scales[..., None]
+        assert torch.equal(half_steps[finite] * 2, steps[finite])
+    assert "hidden_states_scales" not in HiddenStates(make_run(tmp_path / "plain").url).as_stored(0)
+
+
+def test_a_remote_float8_sample_is_one_request_once_its_shard_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = replace(RECIPE, dtype="float8_e4m3fn", range_tokens=100_000)
+    make_run(tmp_path, recipe)
+    monkeypatch.setattr(
+        shards, "_FIRST_READ_BYTES", 2048
+    )  # a shard whose scales do not fit into it
+    store = RemoteStore(tmp_path)
+    ds, local = HiddenStates(store), HiddenStates(tmp_path)
+    store.reads.clear()
+    for index in range(len(ds)):
+        assert torch.equal(ds[index]["hidden_states"], local[index]["hidden_states"])
+    # Header, the rest of what lies before the states, the mask behind them.
+    assert len(store.reads) == 3 + len(ds)
 
 
 def test_slots_have_names_and_a_subset_comes_in_the_order_asked_for(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from swathe.records import RunWatcher, read_failed, read_run
 from swathe.settings import Settings
 from swathe.spec import RangeId, RangeJob
 from tests.support.runs import Recipe, make_run
-from worker.extraction import Extraction
-from worker.telemetry import Telemetry
+from worker.extraction.extraction import Extraction
+from worker.telemetry.totals import Telemetry
 
 
 def test_the_marker_survives_flushall_and_retry_brings_the_range_back(redis, tmp_path):

@@ -14,9 +14,9 @@ import pytest
 from fleet import wait_for
 
 from swathe.errors import ConfigError
-from worker import devices
-from worker.devices import CPU, Device, choose, visible
-from worker.supervisor import Supervisor, SupervisorOptions
+from worker.host import devices
+from worker.host.devices import CPU, Device, choose, visible
+from worker.host.supervisor import Supervisor, SupervisorOptions
 
 GPUS = [
     Device(uuid=f"GPU-{letter}{letter}", label=f"gpu{index}") for index, letter in enumerate("abc")
@@ -198,7 +198,7 @@ def test_a_second_signal_is_passed_on(tmp_path):
 def test_nothing_outlives_a_supervisor_that_was_killed(tmp_path):
     child = script(tmp_path, FOREVER)
     parent = (
-        "import sys\nfrom worker.devices import CPU\nfrom worker.supervisor import *\n"
+        "import sys\nfrom worker.host.devices import CPU\nfrom worker.host.supervisor import *\n"
         f"Supervisor(lambda d, n: [sys.executable, '-c', {child!r}], lambda: [CPU],"
         " SupervisorOptions(die_with_parent=True)).run()"
     )

@@ -9,8 +9,9 @@ from fleet import QUEUE, FakeWork, Running, end_all, enqueue, job, new_worker, w
 
 from swathe import names, queue
 from swathe.queue import QueueCounts, RangeQueue
-from worker.contract import Hooks
-from worker.supervisor import worker_name
+from swathe.spec import RunId
+from worker.host.supervisor import worker_name
+from worker.loop.contract import Hooks
 
 
 @pytest.fixture(autouse=True)
@@ -332,6 +333,19 @@ def test_a_flushed_redis_is_rebuilt_by_a_worker_that_remembers_the_run(redis, re
     redis.flushall()
     wait_for(lambda: len(work.records()) == 10)
     assert running.stop() == 0
+
+
+def test_a_cancelled_run_stays_away_though_a_worker_remembers_it(redis, redis_url, tmp_path):
+    work = FakeWork(tmp_path, compute_s=0.1)
+    ranges = enqueue(redis, 10)
+    asked = []
+    hooks = Hooks(rebuild=lambda run_id, _url: asked.append(run_id) or False)
+    running = Running(new_worker(redis_url, work, hooks=hooks, exit_when_idle_s=1.5))
+    wait_for(lambda: len(work.records()) > 2)
+    ranges.cancel(RunId("run1"))
+    assert running.wait() == 0  # its last look at the stores of the runs it knows lies behind it
+    assert asked == []
+    assert len(work.records()) < 10
 
 
 def test_pause_and_resume_while_working(redis, redis_url, tmp_path):

@@ -1,6 +1,6 @@
 """A process made to die: it computes the samples of one range, each alone, and says which one it has in hand.
 
-Started by ``worker.isolation``. One JSON object a line goes to a pipe: ``{"row": 17}`` before that sample is computed,
+Started by ``worker.extraction.isolation``. One JSON object a line goes to a pipe: ``{"row": 17}`` before that sample is computed,
 ``{"end": ..., "text": ...}`` at an end that is none of the range's doing. Silence and an exit is a death. The range is
 committed by this process, in the name of the worker that started it.
 """
@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from swathe.parent import die_with_parent
 from swathe.settings import Settings
 from swathe.spec import Quarantined, from_json
-from worker.contract import STORED
-from worker.extraction import Extraction
-from worker.faults import classify
-from worker.isolation import Trial
-from worker.ranges import RangeSamples
+from worker.extraction.extraction import Extraction
+from worker.extraction.isolation import Trial
+from worker.extraction.steps import Computed, Prepared
+from worker.loop.contract import STORED
+from worker.loop.faults import classify
 from worker.serve import device_of
-from worker.steps import Computed, Prepared
-from worker.supervisor import die_with_parent
-from worker.telemetry import Telemetry
+from worker.telemetry.totals import Telemetry
 
 
 def attempt(settings: Settings, text: str, *, events: int, parent: int) -> int:
@@ -39,6 +38,7 @@ def attempt(settings: Settings, text: str, *, events: int, parent: int) -> int:
         device_id=trial.device,
         settings=settings,
         telemetry=Telemetry(),
+        patient=False,  # silence is taken for a hang here: a full store sends the range back instead
     )
     try:
         _compute(work, trial, tell)
@@ -60,7 +60,7 @@ def _compute(work: Extraction, trial: Trial, tell: Any) -> None:
     prepared = work.prepare(trial.job)
     if prepared is STORED or not isinstance(prepared, Prepared):
         return
-    tokens = RangeSamples.of(prepared.tokens)
+    tokens = prepared.tokens
     guilty = {sample.row for sample in trial.guilty}
     rows = (
         [trial.only]

@@ -46,12 +46,12 @@ def supervise(
     """Run one worker process on each device, until told to stop."""
     if context.invoked_subcommand is not None:
         return
-    from worker import devices as inventory
-    from worker.node import Node
-    from worker.nvml import GpuMonitor, GpuReader
-    from worker.relay import Relay
-    from worker.reports import Inbox
-    from worker.supervisor import Supervisor, SupervisorOptions
+    from worker.host import devices as inventory
+    from worker.host.node import Node
+    from worker.host.supervisor import Supervisor, SupervisorOptions
+    from worker.telemetry.nvml import GpuMonitor, GpuReader
+    from worker.telemetry.relay import Relay
+    from worker.telemetry.reports import Inbox
 
     settings = read_settings()
     connection = connect(_redis_url(settings), retries=1)
@@ -110,7 +110,7 @@ def serve_command(
     metrics: Annotated[str | None, typer.Option(help="Where this node's metrics are.")] = None,
 ) -> None:
     """Work on the one device that this process can see."""
-    from worker.kernel_cache import keep_kernels
+    from worker.model.kernels.cache import keep_kernels
 
     settings = read_settings()
     keep_kernels(settings.kernel_cache)
@@ -139,12 +139,12 @@ def check_command(
     import torch
 
     from swathe import checkpoint
-    from swathe.records import read_run
-    from swathe.store import open_store
+    from swathe.records import open_run
+    from swathe.spec import FLOAT8
     from worker.check import check_run
 
     settings = read_settings()
-    spec = read_run(open_store(run))
+    _, spec = open_run(run)
     found = checkpoint.resolve_like(spec.model, model_roots=settings.model_roots)
     where = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     result = check_run(run, found.folder, samples=samples, device=torch.device(where), seed=seed)
@@ -152,7 +152,10 @@ def check_command(
     print(f"checked rows {rows} ({result.tokens} tokens) against single forward passes:")
     for layer in result.layers:
         name = layer.layer if layer.layer == "final" else f"layer {layer.layer}"
-        print(f"  {name:>9}  relative error {layer.median:.1e} median, {layer.worst:.1e} worst")
+        print(
+            f"  {name:>9}  relative error {layer.median:.1e} median, {layer.worst:.1e} worst"
+            + (f", {layer.unexplained:.1e} beyond float8" if spec.stored_dtype == FLOAT8 else "")
+        )
     if not result.ok:
         print(
             f"swathe-worker: errors above {result.limit:g}: the states are wrong", file=sys.stderr

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import torch
 
-from worker.devices import out_of_reach
-from worker.packing import attention_kernel
-from worker.rates import host_copy_bytes, matmul_flops
+from worker.engine.rates import host_copy_bytes, matmul_flops
+from worker.host.devices import out_of_reach
+from worker.model.kernels.packing import attention_kernel
 
 _PACKAGES: Final = ("torch", "transformers", "triton", "fla-core", "safetensors", "rq", "redis")
 

@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,20 +14,20 @@ from pydantic import SecretStr
 from swathe import log
 from swathe.manifest import seal
 from swathe.queue import connect
-from swathe.records import RunWatcher, read_run
+from swathe.records import RunWatcher, open_run
 from swathe.settings import Settings
 from swathe.spec import RunId
-from swathe.store import open_store
 from swathe.submission import submit
-from worker.contract import Hooks, WorkerOptions
-from worker.devices import CPU_UUID
-from worker.extraction import Extraction
-from worker.jobs import RangeWorker
-from worker.reporter import Reporter
-from worker.reports import Outlet
-from worker.telemetry import Telemetry
+from worker.extraction.extraction import Extraction
+from worker.host.devices import CPU_UUID
+from worker.loop.contract import Hooks, WorkerOptions
+from worker.loop.jobs import RangeWorker
+from worker.telemetry.reporter import Reporter
+from worker.telemetry.reports import Outlet
+from worker.telemetry.totals import Telemetry
 
 _SWITCH_S: Final = 0.0005
+_SPACE_EVERY_S: Final = 2.0
 
 logger = log.get("worker")
 
@@ -90,13 +92,17 @@ def _reporter(
     worker: RangeWorker, work: Extraction, telemetry: Telemetry, place: Place
 ) -> Reporter:
     activity = worker.activity(
-        loading=lambda: telemetry.is_in("load"), blocked=work.waits_for_buffer
+        loading=lambda: telemetry.is_in("load"),
+        blocked=work.waits_for_buffer,
+        full=work.waits_for_room,
     )
 
     def refresh() -> None:
-        work.note_free_space()
+        work.watch.look()
         telemetry.put("store_retries", work.store_retries)
 
+    # On a thread of its own: a file system that is away answers not even this.
+    threading.Thread(target=_note_space, args=(work,), name="space", daemon=True).start()
     return Reporter(
         telemetry,
         activity,
@@ -105,6 +111,12 @@ def _reporter(
         ticked_s=lambda: worker.ticked_s,
         refresh=refresh,
     )
+
+
+def _note_space(work: Extraction) -> None:
+    while True:
+        work.note_free_space()
+        time.sleep(_SPACE_EVERY_S)
 
 
 class _Fleet:
@@ -128,18 +140,18 @@ class _Fleet:
 
     def rebuild(self, run_id: RunId, url: str) -> bool:
         """Compare a run with its store: enqueue what the queue lost, seal what is complete; True when nothing is left."""
-        store = open_store(url)
-        spec = read_run(store)
+        store, spec = open_run(url)
         if spec.run_id != run_id:
             return True
-        state = RunWatcher(store, spec).read()
+        watcher = RunWatcher(store, spec)
+        state = watcher.read()
         if state.complete:
-            seal(store, state)
+            seal(watcher.store, state)
             return True
         if state.missing:
             connection = connect(self._redis_url, retries=1)
             try:
-                done = submit(connection, store, state)
+                done = submit(connection, watcher.store, state, rebuild=True)
             finally:
                 connection.close()
             if done.added or done.repaired:

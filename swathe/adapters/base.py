@@ -17,6 +17,7 @@ from swathe.adapters.norm import FinalNorm, read_final_norm
 from swathe.adapters.selection import Needs, select
 from swathe.errors import ConfigError
 from swathe.reader import HiddenStates
+from swathe.reader.shards import SCALES, STATES
 from swathe.spec import RunSpec
 
 Tensors = dict[str, Any]
@@ -47,6 +48,11 @@ class Adapter(Dataset[Tensors], ABC):
         spec = whole.spec
         if spec.model.random_weights and not allow_random:
             msg = f"{whole.url}: the run is of random weights, nothing may be trained on it"
+            raise ConfigError(msg)
+        if whole.gives_codes:
+            msg = (
+                f"{whole.url}: opened with dequantize=False, but trainers take values; leave it out"
+            )
             raise ConfigError(msg)
         self.selection = select(spec, self.needs, layers, run=whole.url)
         self.dataset = whole.with_layers(self.selection.layers)
@@ -119,7 +125,7 @@ class Adapter(Dataset[Tensors], ABC):
     def _cut(self, sample: Tensors) -> Tensors:
         sample["loss_mask"] = sample["loss_mask"].to(torch.int64)
         if self.max_length is not None:
-            for name in {"input_ids", "loss_mask", "hidden_states"} & sample.keys():
+            for name in {"input_ids", "loss_mask", STATES, SCALES} & sample.keys():
                 sample[name] = sample[name][: self.max_length]
         return sample
 

@@ -11,6 +11,7 @@ import torch
 
 from swathe.adapters.base import Adapter, Tensors
 from swathe.adapters.selection import Needs, eagle3_layers
+from swathe.reader.shards import SCALES, STATES
 
 _FP8_MAX: Final = 448.0
 
@@ -21,7 +22,8 @@ class Speculators(Adapter):
     """``adapter[i]``: ``hidden_states`` [S, K * H], ``input_ids`` [S], ``verifier_last_hidden_states`` [S, H] (before
     the norm), ``loss_mask`` int64 [S], ``lengths`` [1], ``position_ids`` [S]; with ``approx_lengths``, as its loaders want.
 
-    With ``fp8``, ``file(i)`` holds float8 with one scale per token, for ``hs_connectors.FP8Transfer``.
+    With ``fp8``, ``file(i)`` holds float8 with one scale per token, for ``hs_connectors.FP8Transfer``; from a float8 run
+    by re-scaling its codes, from others by hs_connectors' own rule.
     """  # noqa: D205 - one sentence
 
     def __init__(self, *args: Any, fp8: bool = False, **options: Any) -> None:
@@ -46,16 +48,17 @@ class Speculators(Adapter):
 
     def file(self, index: int) -> Tensors:
         """``hs_{index}.safetensors``: ``token_ids`` int64 [S], ``hidden_states`` [S, K + 1, H] (, ``_scales``)."""
-        sample = self._cut(self.dataset[int(self.members[index])])
-        states_SKH = sample["hidden_states"].to(getattr(torch, self.dtype))
+        member = int(self.members[index])
         if not self.fp8:
-            return {"token_ids": sample["input_ids"], "hidden_states": states_SKH}
-        quantized_SKH, scales_S11 = quantize_fp8(states_SKH)
-        return {
-            "token_ids": sample["input_ids"],
-            "hidden_states": quantized_SKH,
-            "hidden_states_scales": scales_S11,
-        }
+            sample = self._cut(self.dataset[member])
+            states_SKH = sample[STATES].to(getattr(torch, self.dtype))
+            return {"token_ids": sample["input_ids"], STATES: states_SKH}
+        sample = self._cut(self.dataset.as_stored(member))
+        if SCALES in sample:
+            codes_SKH, scales_S11 = rescale_fp8(sample[STATES], sample[SCALES])
+        else:
+            codes_SKH, scales_S11 = quantize_fp8(sample[STATES].to(getattr(torch, self.dtype)))
+        return {"token_ids": sample["input_ids"], STATES: codes_SKH, SCALES: scales_S11}
 
     def __getitem__(self, index: int) -> Tensors:
         """Raises IndexError, and IntegrityError naming the file when a shard is missing or damaged."""
@@ -76,3 +79,20 @@ def quantize_fp8(states_SKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     full_SKH = states_SKH.float()
     scales_S11 = (full_SKH.abs().amax(dim=(1, 2), keepdim=True) / _FP8_MAX).clamp(min=1e-12)
     return (full_SKH / scales_S11).to(torch.float8_e4m3fn), scales_S11
+
+
+def rescale_fp8(
+    codes_SKH: torch.Tensor, scales_SK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale per token, the largest of its slots', instead of one per slot.
+
+    Power-of-two scales differ by shifts of the exponent, so no value changes but those of other slots that fall below
+    2^-6 of the common scale, where float8 has fewer bits: these are rounded to multiples of 2^-9 of it. Quantizing
+    anew with amax / 448, which is no power of two, would round nearly every value a second time.
+    """
+    # The scale of a row of zeros says nothing.
+    used_SK = scales_SK.where(codes_SKH.float().any(dim=2), 0)
+    common_S1 = used_SK.amax(dim=1, keepdim=True)
+    common_S1 = common_S1.where(common_S1 > 0, scales_SK.amax(dim=1, keepdim=True))
+    shifted_SKH = codes_SKH.float() * (scales_SK / common_S1)[..., None]
+    return shifted_SKH.to(torch.float8_e4m3fn), common_S1[..., None]

@@ -15,7 +15,7 @@ from swathe.errors import IntegrityError
 from swathe.importing.folder import BadSampleError, Row, StateFile, require_finite, state_file
 from swathe.importing.normed import NormCheck
 from swathe.samples import offsets_of
-from swathe.spec import Quarantined, RangeId, RangeRecord, RunSpec, to_json
+from swathe.spec import FLOAT8, Quarantined, RangeId, RangeRecord, RunSpec, to_json
 from swathe.store import Store
 from swathe.tokens import RangeTokens, TokenReader
 
@@ -66,7 +66,7 @@ class RangeImporter:
             samples=len(good),
             tokens=sum(len(one.row.input_ids) for one in good),
             quarantined=bad,
-            worker="import",
+            worker=names.IMPORTER,
             device="none",
             finished_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         )
@@ -114,9 +114,9 @@ class RangeImporter:
             "offsets": codec.view(offsets_of(lengths)),
             "row": codec.view(np.array([one.row.row for one in samples], np.int64)),
         }
-        if self._spec.stored_dtype == "float8_e4m3fn":
+        if self._spec.stored_dtype == FLOAT8:
             scales_TK = np.concatenate([one.file.read_scales() for one in samples])
-            tensors["hidden_states_scales"] = codec.view(scales_TK.astype(np.float32))
+            tensors[names.SCALES_TENSOR] = codec.view(scales_TK.astype(np.float32))
         return tensors
 
     def _metadata(self, range_id: RangeId) -> dict[str, str]:

@@ -39,7 +39,7 @@ class QueueKeys:
         return names.parked_key(self.queue)
 
     def for_script(self) -> list[str]:
-        """KEYS[1..12] of every script."""
+        """KEYS[1..13] of every script."""
         return [
             self.waiting,
             self.intermediate,
@@ -53,4 +53,5 @@ class QueueKeys:
             names.paused_key(),
             names.queues_key(),
             f"{RQ_KEY_PREFIX}:queues",
+            names.cancelled_key(),
         ]

@@ -4,7 +4,8 @@ from typing import Final
 
 ENQUEUE: Final = """
 -- Put jobs into the queue unless they are in it; repair what is half there.
--- ARGV: 1 queue name  2 now (ISO)  then pairs: job id, data
+-- ARGV: 1 queue name  2 now (ISO)  3 'asked' by a person, or 'rebuild': a cancelled run stays cancelled
+--       then pairs: job id, data
 -- Answer: {added, repaired, known}: added = not there or only remnants, repaired = in a list but its hash was lost
 local name, now_iso = ARGV[1], ARGV[2]
 local listed, running = {}, {}
@@ -37,14 +38,28 @@ local function write(id, data, status)
   end
 end
 
-local added, repaired, known = 0, 0, 0
-for i = 3, #ARGV, 2 do
+local added, repaired, known, gone = 0, 0, 0, {}
+for i = 4, #ARGV, 2 do
+  local run = run_of(ARGV[i])
+  if gone[run] == nil then
+    gone[run] = ARGV[3] == 'rebuild' and redis.call('SISMEMBER', CANCELLED, run) == 1
+    if not gone[run] then redis.call('SREM', CANCELLED, run) end
+  end
+end
+for i = 4, #ARGV, 2 do
   local id, data = ARGV[i], ARGV[i + 1]
   local status = redis.call('HGET', job_key(id), 'status')
-  if running[id] then
+  if gone[run_of(id)] then
+    known = known + 1
+  elseif running[id] then
     if status == 'started' then known = known + 1 else write(id, data, 'started'); repaired = repaired + 1 end
   elseif listed[id] then
-    if status == 'queued' then known = known + 1 else write(id, data, 'queued'); repaired = repaired + 1 end
+    if status == 'queued' then
+      redis.call('HSET', job_key(id), 'data', data)  -- its run may have been moved
+      known = known + 1
+    else
+      write(id, data, 'queued'); repaired = repaired + 1
+    end
   else
     for _, registry in ipairs({'finished', 'failed', 'deferred', 'scheduled', 'canceled'}) do
       redis.call('ZREM', P .. ':' .. registry .. ':' .. name, id)
@@ -93,6 +108,7 @@ CANCEL: Final = (
 -- ARGV: 1 run id     Answer: how many jobs were removed
 local run, count = ARGV[1], 0
 redis.call('SREM', PAUSED, run)
+redis.call('SADD', CANCELLED, run)
 for _, key in ipairs({WAITING, INTERMEDIATE, PARKED}) do
   for _, id in ipairs(take_run(key, run)) do redis.call('DEL', job_key(id)); count = count + 1 end
 end

@@ -77,8 +77,11 @@ class RangeQueue:
         """The queue of one model."""
         return cls(connection, names.queue(model_key))
 
-    def enqueue_if_absent(self, jobs: Iterable[RangeJob]) -> Enqueued:
+    def enqueue_if_absent(self, jobs: Iterable[RangeJob], *, rebuild: bool = False) -> Enqueued:
         """Put jobs at the end unless they are queued, parked or running; the same call twice changes nothing.
+
+        Jobs that wait get the body given here, which differs when the run was moved.
+        A ``rebuild`` leaves cancelled runs alone; a person's call brings them back.
 
         Safe from any state (flushed, evicted hashes, list and hash disagreeing, a producer killed halfway) and beside
         another producer. A range that was refused or is a remnant of an older accident comes back.
@@ -87,7 +90,7 @@ class RangeQueue:
         stamp = iso_now()
         remaining = iter(jobs)
         while chunk := list(itertools.islice(remaining, CHUNK)):
-            args: list[Any] = []
+            args: list[Any] = ["rebuild" if rebuild else "asked"]
             for job in chunk:
                 args += [names.job(job.run_id, job.range_id), encode(job)]
             urls: dict[Any, Any] = {job.run_id: absolute_run_url(job.run_url) for job in chunk}
@@ -139,6 +142,14 @@ class RangeQueue:
         with redis_errors(f"resume of run {run_id}"):
             return int(self._scripts(lua.RESUME, run_id))
 
+    def relocate(self, run_id: RunId, run_url: str) -> bool:
+        """Note where a run is now; False when the fleet does not know it. ``enqueue_if_absent`` then tells its jobs."""
+        with redis_errors(f"new place of run {run_id}"):
+            if not self._connection.hexists(names.runs_key(), run_id):
+                return False
+            self._connection.hset(names.runs_key(), run_id, absolute_run_url(run_url))
+            return True
+
     def cancel(self, run_id: RunId) -> int:
         """Forget a run and all its jobs; returns how many. What is stored stays stored; ``submit`` brings it back."""
         with redis_errors(f"cancel of run {run_id}"):
@@ -150,7 +161,16 @@ def known_runs(connection: Redis) -> dict[RunId, str]:
     """Runs that were submitted and not cancelled: run id and URL."""
     with redis_errors("list of runs"):
         found: Any = connection.hgetall(names.runs_key())
-    return {RunId(run_id.decode()): url.decode() for run_id, url in found.items()}
+    runs = {RunId(run_id.decode()): url.decode() for run_id, url in found.items()}
+    gone = cancelled_runs(connection)
+    return {run_id: url for run_id, url in runs.items() if run_id not in gone}
+
+
+def cancelled_runs(connection: Redis) -> frozenset[RunId]:
+    """Runs that were cancelled and not submitted again."""
+    with redis_errors("list of cancelled runs"):
+        found: Any = connection.smembers(names.cancelled_key())
+    return frozenset(RunId(run_id.decode()) for run_id in found)
 
 
 def paused_runs(connection: Redis) -> frozenset[RunId]:

@@ -4,6 +4,7 @@ The scripts stand in ``lua_leases.py`` and ``lua_ranges.py``, each with its ARGV
 
     1 waiting   2 intermediate   3 running (rq's wip)   4 failed   5 leases   6 parked
     7 strays    8 clock          9 requeued counters   10 paused runs   11 our queues   12 rq's queues
+    13 cancelled runs
 
 Keys of single jobs, executions and workers are derived from ids inside the scripts, so a Redis Cluster cannot serve
 them; one server carries the fleet easily (about four commands a range). They need Redis 7 or any Valkey.
@@ -37,7 +38,7 @@ _PRELUDE: Final = """
 local P = '@PREFIX@'
 local WAITING, INTERMEDIATE, RUNNING, FAILED, LEASES = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local PARKED, STRAYS, CLOCK, REQUEUED = KEYS[6], KEYS[7], KEYS[8], KEYS[9]
-local PAUSED, QUEUES, RQ_QUEUES = KEYS[10], KEYS[11], KEYS[12]
+local PAUSED, QUEUES, RQ_QUEUES, CANCELLED = KEYS[10], KEYS[11], KEYS[12], KEYS[13]
 
 local function job_key(id) return P .. ':job:' .. id end
 local function execution_key(id, ex) return P .. ':execution:' .. id .. ':' .. ex end

@@ -5,22 +5,24 @@ size.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from swathe.errors import ConfigError
+from swathe.errors import ConfigError, IntegrityError, ObjectMissingError
+from swathe.location import at_home, moved, open_home
 from swathe.reader.cache import ShardCache
+from swathe.reader.float8 import dequantize
 from swathe.reader.index import Shard, open_index
-from swathe.reader.shards import STATES, MappedShards, RemoteShards, ShardSource
+from swathe.reader.shards import SCALES, STATES, MappedShards, RemoteShards, ShardSource
 from swathe.reader.slots import find_slot, select_slots, slots_of
-from swathe.spec import Layer, RunSpec
-from swathe.store import Store, open_store
+from swathe.spec import FLOAT8, Layer, RunSpec
+from swathe.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +33,8 @@ _REQUESTS_AT_ONCE: Final = 16
 _CACHED_MAPS: Final = 8
 """A cached shard that is mapped keeps its place on the disk even when it was evicted."""
 _CACHE_BYTES: Final = 64 * 2**30
+
+_Answer = TypeVar("_Answer")
 
 
 class HiddenStates:
@@ -61,15 +65,25 @@ class HiddenStates:
         Raises IncompleteRunError for an unsealed run, FormatError for a damaged or newer one, ConfigError for a layer
         that the run does not hold.
         """
-        store = open_store(run) if isinstance(run, str | Path) else run
-        self.url = store.url
-        self.store = store
-        self._index = open_index(store, unsealed=unsealed)
+        self.store, self._index = at_home(
+            open_home(run), lambda store: (store, open_index(store, unsealed=unsealed))
+        )
         self._slots = None if layers is None else slots_of(self.spec, layers, run=self.url)
-        self._dequantize = dequantize and self.spec.stored_dtype == "float8_e4m3fn"
-        self._keep_scales = not dequantize and self.spec.stored_dtype == "float8_e4m3fn"
-        self.remote = store.local_path("") is None and cache_dir is None
-        self._source = _source(store, cache_dir, self.spec.run_id, cache_bytes)
+        self._float8 = self.spec.stored_dtype == FLOAT8
+        self.gives_codes = self._float8 and not dequantize
+        """Whether ``ds[i]`` holds float8 codes and scales instead of values."""
+        self._cache = cache_dir, cache_bytes
+        self._source = _source(self.store, cache_dir, self.spec.run_id, cache_bytes)
+
+    @property
+    def url(self) -> str:
+        """Where the run is, as far as this data set knows: a run that is moved meanwhile is followed."""
+        return self.store.url
+
+    @property
+    def remote(self) -> bool:
+        """Whether each sample is a request."""
+        return self.store.local_path("") is None and self._cache[0] is None
 
     @property
     def spec(self) -> RunSpec:
@@ -114,20 +128,21 @@ class HiddenStates:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One sample. Raises IndexError, and IntegrityError naming the file when a shard is missing or damaged."""
+        sample = self.as_stored(index)
+        if self._float8 and not self.gives_codes:
+            import torch  # noqa: PLC0415
+
+            dtype: torch.dtype = getattr(torch, self.spec.compute_dtype)
+            sample[STATES] = dequantize(sample[STATES], sample.pop(SCALES), dtype)
+        return sample
+
+    def as_stored(self, index: int) -> dict[str, Any]:
+        """One sample in the stored dtype; of a float8 run with ``hidden_states_scales``, whatever ``dequantize`` says."""
         shard, first, stop = self._place(index)
         sample = self.tokens(index)
-        states_SKH = self._source.read(shard, STATES, first, stop)
-        if self._slots is not None:
-            states_SKH = select_slots(states_SKH, self._slots)
-        if self._dequantize or self._keep_scales:
-            scales_SK = self._source.read(shard, "hidden_states_scales", first, stop)
-            if self._slots is not None:
-                scales_SK = select_slots(scales_SK, self._slots)
-            if self._keep_scales:
-                sample["hidden_states_scales"] = scales_SK
-            else:
-                states_SKH = self._dequantized(states_SKH, scales_SK)
-        sample["hidden_states"] = states_SKH
+        for name in (STATES, SCALES) if self._float8 else (STATES,):
+            tensor = self._read(shard, name, first, stop)
+            sample[name] = tensor if self._slots is None else select_slots(tensor, self._slots)
         return sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
@@ -145,8 +160,8 @@ class HiddenStates:
         return {
             "row": int(self._index.rows[index]),
             "id": self._index.ids[index % len(self)].as_py(),
-            "input_ids": self._source.read(shard, "input_ids", first, stop).to(torch.int64),
-            "loss_mask": self._source.read(shard, "loss_mask", first, stop),
+            "input_ids": self._read(shard, "input_ids", first, stop).to(torch.int64),
+            "loss_mask": self._read(shard, "loss_mask", first, stop),
         }
 
     def shard_tokens(
@@ -158,7 +173,7 @@ class HiddenStates:
         for members in np.split(order, np.flatnonzero(np.diff(shard_of)) + 1):
             if len(members):
                 shard, _, stop = self._place(int(members[-1]))
-                yield members, self._source.read(shard, name, 0, stop).numpy()
+                yield members, self._read(shard, name, 0, stop).numpy()
 
     def with_layers(self, layers: Sequence[Layer]) -> "HiddenStates":
         """The same run, mappings shared, with other layers. Raises ConfigError for one that is not stored."""
@@ -168,13 +183,32 @@ class HiddenStates:
 
     def will_need(self, index: int) -> None:
         """A hint that a sample is read soon: starts the kernel's read-ahead for local shards."""
-        self._source.will_need(*self._place(index))
+        place = self._place(index)
+        self._ask(lambda source: source.will_need(*place))
 
     def stream(self, **options: Any) -> "HiddenStatesStream":
         """The run as an iterable data set; see ``swathe.reader.stream.HiddenStatesStream`` for the options."""
         from swathe.reader.stream import HiddenStatesStream  # noqa: PLC0415 - imports torch
 
         return HiddenStatesStream(self, **options)
+
+    def _read(self, shard: Shard, name: str, first: int, stop: int) -> "torch.Tensor":
+        """Tokens [first, stop) of a tensor."""
+        return self._ask(lambda source: source.read(shard, name, first, stop))
+
+    def _ask(self, question: Callable[[ShardSource], _Answer]) -> _Answer:
+        """Ask the run's shards; once more, where the run is now, when it was moved away meanwhile."""
+        store, source = self.store, self._source
+        try:
+            return question(source)
+        except (IntegrityError, ObjectMissingError):
+            home = moved(store)
+            if home is None:
+                raise
+            source = _source(home, self._cache[0], self.spec.run_id, self._cache[1])
+            answer = question(source)
+            self.store, self._source = home, source
+            return answer
 
     def _place(self, index: int) -> tuple[Shard, int, int]:
         if not -len(self) <= index < len(self):
@@ -183,12 +217,6 @@ class HiddenStates:
         first = int(self._index.offsets[index])
         stop = first + int(self._index.lengths[index])
         return self._index.shards[int(self._index.shard_of[index])], first, stop
-
-    def _dequantized(self, states_SKH: "torch.Tensor", scales_SK: "torch.Tensor") -> "torch.Tensor":
-        import torch  # noqa: PLC0415
-
-        dtype: torch.dtype = getattr(torch, self.spec.compute_dtype)
-        return (states_SKH.float() * scales_SK[..., None]).to(dtype)
 
 
 def _source(

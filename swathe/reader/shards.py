@@ -1,8 +1,8 @@
 """Tensors out of shards: views of mapped files where there are files, ranged reads where there are none.
 
 One sample with all its layers is one contiguous piece of ``hidden_states``, so a remote sample costs one ranged read.
-The small tensors of a shard (ids, mask, scales: five bytes a token against tens of thousands) are read once, in at
-most two requests together with the header, and kept for the shards used last.
+The small tensors of a shard (ids, mask, scales: five bytes a token and four a slot, against tens of thousands) are
+read once, in at most three requests together with the header (two without scales), and kept for the shards used last.
 """
 
 import mmap
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from swathe import codec
+from swathe import codec, names
 from swathe.errors import FormatError, IntegrityError, ObjectMissingError
 from swathe.reader.index import Shard
 from swathe.store import Store
@@ -26,7 +26,8 @@ _OPEN_SHARDS: Final = 128
 _KEPT_SIDES: Final = 256
 _FIRST_READ_BYTES: Final = 512 * 1024
 """Covers the header and, in every dtype, most of the small tensors that lie before the states."""
-STATES: Final = "hidden_states"
+STATES: Final = names.STATES_TENSOR
+SCALES: Final = names.SCALES_TENSOR
 
 
 class ShardSource(Protocol):
@@ -149,7 +150,11 @@ class RemoteShards:
                 return data[offset : offset + size_bytes]
             return self._read(shard, offset, size_bytes)
 
-        side = _Side(_header(read_range, shard.size_bytes, url, shard), data)
+        header = _header(read_range, shard.size_bytes, url, shard)
+        small_end = _info(header, shard, STATES).offset
+        if small_end > len(data):
+            data += self._read(shard, len(data), small_end - len(data))
+        side = _Side(header, data)
         with self._lock:
             side = self._sides.setdefault(shard.key, side)
             if len(self._sides) > _KEPT_SIDES:

@@ -86,7 +86,7 @@ class LocalStore:
         with self._errors("write", key):
             _make_folder(path.parent)
             if not self._abilities().rename:
-                return _write_in_place(path, chunks)
+                return _write_durably(path, chunks, mode=os.O_TRUNC)
             with self._temporary(path) as temporary:
                 written = _write_durably(temporary, chunks)
                 temporary.replace(path)
@@ -230,33 +230,36 @@ class LocalStore:
 
 
 def _write_durably(path: Path, chunks: Iterable[Buffer], *, mode: int = os.O_EXCL) -> Written:
-    """Write to a file and flush it to the device. Mode 0666 less the umask, as any program's file."""
-    digest, size_bytes = xxhash.xxh3_128(), 0
+    """Write to a file and flush it to the device. Mode 0666 less the umask, as any program's file.
+
+    What was begun and not finished is removed; a file that could not be opened is not ours to remove.
+    """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, 0o666)
     try:
-        for chunk in chunks:
-            rest = memoryview(chunk).cast("B")
-            size_bytes += rest.nbytes
-            while rest.nbytes:
-                block, rest = rest[:_BLOCK_BYTES], rest[_BLOCK_BYTES:]
-                digest.update(block)
-                while block.nbytes:
-                    block = block[os.write(descriptor, block) :]
-        _flush(descriptor)
-    finally:
-        # Network file systems tell of a full or lost disk as late as here.
-        os.close(descriptor)
-    return Written(size_bytes=size_bytes, xxh3=digest.hexdigest())
-
-
-def _write_in_place(path: Path, chunks: Iterable[Buffer]) -> Written:
-    """Without rename: what was begun and not finished is removed."""
-    try:
-        return _write_durably(path, chunks, mode=os.O_TRUNC)
+        try:
+            written = _write_all(descriptor, chunks)
+            _flush(descriptor)
+        finally:
+            # Network file systems tell of a full or lost disk as late as here.
+            os.close(descriptor)
     except BaseException:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         raise
+    return written
+
+
+def _write_all(descriptor: int, chunks: Iterable[Buffer]) -> Written:
+    digest, size_bytes = xxhash.xxh3_128(), 0
+    for chunk in chunks:
+        rest = memoryview(chunk).cast("B")
+        size_bytes += rest.nbytes
+        while rest.nbytes:
+            block, rest = rest[:_BLOCK_BYTES], rest[_BLOCK_BYTES:]
+            digest.update(block)
+            while block.nbytes:
+                block = block[os.write(descriptor, block) :]
+    return Written(size_bytes=size_bytes, xxh3=digest.hexdigest())
 
 
 def _create_in_place(path: Path, data: bytes) -> bool:
@@ -265,10 +268,6 @@ def _create_in_place(path: Path, data: bytes) -> bool:
         _write_durably(path, [data])
     except FileExistsError:
         return False
-    except BaseException:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-        raise
     _flush_folder(path.parent)
     return True
 

@@ -12,7 +12,7 @@ from bench import gpu
 from bench.result import Result, ratios, table
 from bench.shapes import LONGEST, SHAPES, SHORTEST, chat_lengths
 from swathe import HiddenStates
-from worker.model import load_model
+from worker.model.hidden_states import load_model
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,14 @@ import torch
 
 from swathe import log
 from swathe.errors import NoSpaceError
+from swathe.parent import die_with_parent
 from swathe.settings import read_settings
 from swathe.store.local import LocalStore
 from worker import cli
-from worker.extraction import Extraction
-from worker.model import HiddenStateModel
+from worker.extraction.extraction import Extraction
+from worker.extraction.software import software_versions
+from worker.model.hidden_states import HiddenStateModel
 from worker.serve import Place, serve
-from worker.software import software_versions
-from worker.supervisor import die_with_parent
 
 RAISES, KILLS, KILLS_IN_COMPANY = 90, 91, 92
 

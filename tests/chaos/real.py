@@ -30,8 +30,8 @@ from swathe.settings import Settings
 from swathe.spec import RangeId, RangeJob, fingerprint, to_json
 from swathe.store.local import LocalStore
 from swathe.submission import submit
-from worker.extraction import Extraction
-from worker.telemetry import Telemetry
+from worker.extraction.extraction import Extraction
+from worker.telemetry.totals import Telemetry
 
 ROWS = 160
 _CALM = threading.Lock()

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from chaos.real import BAD_SAMPLES, RealFleet
 
+from swathe import names
 from swathe.queue import connect
+from swathe.store.local import LocalStore
+from tests.support.killed_move import killed_move
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,22 @@ def producer_killed(fleet: RealFleet) -> None:
     fleet.submit()
 
 
+def moved(fleet: RealFleet) -> None:
+    """The run leaves its folder under the workers' hands; its mover is killed again and again, and a worker too."""
+    source, dest = fleet.store, fleet.folder / "elsewhere"
+    fleet.start()
+    fleet.wait(fleet.stored(3), 120)
+    at = 5
+    while killed_move(source.url, str(dest), at=at):
+        at += fleet.random.randrange(10, 30)
+        fleet.pause(0.0, 0.3)
+        if fleet.random.random() < 0.2:
+            fleet.signal(fleet.any_worker(), signal.SIGKILL)
+    fleet.store = LocalStore(dest)
+    left = {item.key for item in source.list("")}
+    assert left == {names.MOVED}, "the source is empty"
+
+
 REAL_SCENARIOS = {
     "real: calm": RealScenario(run=only_work),
     "real: worker killed": RealScenario(run=kill_workers),
@@ -100,6 +119,7 @@ REAL_SCENARIOS = {
     "real: redis killed for 2 s, no persistence": RealScenario(run=redis_killed(2), persistent=False),
     "real: flushall": RealScenario(run=flushall),
     "real: disk full for 5 s": RealScenario(run=disk_full),
+    "real: run moved, mover killed": RealScenario(run=moved),
     "real: producer killed while enqueueing": RealScenario(run=producer_killed),
     "real: a sample raises": RealScenario(run=only_work, bad={50: BAD_SAMPLES["raises"]}),
     "real: a sample segfaults its process": RealScenario(

@@ -112,6 +112,7 @@ def run_all(options: argparse.Namespace) -> list[Row]:
             pool.submit(run, name, scenario, seed, options.lease_s)
             for name, run, scenario in every
             if any(part in name for part in options.only)
+            and not any(part in name for part in options.without)
             for seed in range(options.seeds)
         ]
         rows = []
@@ -135,6 +136,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--lease-s", type=float, default=15.0)
     parser.add_argument("--only", default=[""], nargs="*", help="parts of scenarios' names")
+    parser.add_argument("--without", default=[], nargs="*", help="parts of those left out")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()

@@ -188,7 +188,7 @@ STAMP = "docker/tested.sha256"
 INPUTS = (
     "docker", "compose.yaml", ".env.example", ".dockerignore", "tests/docker", "scripts/install-docker", "pyproject.toml",
     "requirements.lock", "grafana/provisioning", "examples/prepare_demo.py", "producer/cli.py", "producer/exporter.py",
-    "worker/cli.py", "worker/relay.py", "swathe/settings.py", "docs/examples/kubernetes",
+    "worker/cli.py", "worker/telemetry/relay.py", "swathe/settings.py", "docs/examples/kubernetes",
 )  # fmt: skip
 
 

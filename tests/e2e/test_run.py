@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +13,19 @@ import pytest
 from tests.e2e.conftest import Command, assert_states_are_right, run_arguments, status
 
 
-def wait_for_records(out: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait for a condition; a process that ends before it is met has failed."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if len(list(out.glob("states/[0-9]*[0-9].json"))) >= count:
+        if condition():
             return
-        assert process.poll() is None, process.communicate()
+        assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.005)
-    pytest.fail("no records came")
+    pytest.fail("it did not come")
+
+
+def wait_for_records(out: Path, count: int, process: subprocess.Popen[str]) -> None:
+    wait_until(lambda: len(list(out.glob("states/[0-9]*[0-9].json"))) >= count, process)
 
 
 def test_run_ends_complete_and_right_and_a_second_run_does_nothing(
@@ -119,7 +124,7 @@ def test_a_folder_of_another_run_is_refused_and_kept(
     assert (out / "run.json").read_bytes() == before
 
 
-def survivors(out: Path) -> list[str]:
+def survivors(out: Path | str) -> list[str]:
     """Processes that still name this run's folder or its state, in their command line or environment."""
     return list(_survivors(str(out)))
 

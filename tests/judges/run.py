@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -88,7 +89,7 @@ def judge(environment: Path, name: str, path: Path) -> subprocess.CompletedProce
 
 
 def make_truth(folder: Path, kind: str) -> None:
-    """A run of a tiny model in bfloat16, and what transformers alone says about its samples."""
+    """A run of a tiny model in bfloat16, the same in float8, and what transformers alone says about its samples."""
     folder.mkdir()
     torch.manual_seed(1)
     model = tiny(kind).eval().bfloat16()
@@ -106,6 +107,7 @@ def make_truth(folder: Path, kind: str) -> None:
         samples=SAMPLES, hidden=HIDDEN, vocab=VOCAB, num_layers=DEPTH, states=states, norm=None
     )
     store = make_run(folder / "run", recipe)
+    make_run(folder / "run8", replace(recipe, dtype="float8_e4m3fn"))
     eps = norm.eps if kind == "gemma" else norm.variance_epsilon
     norm_kind = "rms_1p" if kind == "gemma" else "rms"
     write_norm(store, norm_kind, HIDDEN, norm.weight.detach())
@@ -161,6 +163,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str, Path, str | None]]:
     plans = {
         "speculators": ExportOptions(format="speculators"),
         "speculators fp8": ExportOptions(format="speculators", fp8=True),
+        "speculators fp8 of a float8 run": ExportOptions(format="speculators", fp8=True),
         "specforge eagle3": ExportOptions(format="specforge"),
         "specforge dflash": ExportOptions(format="specforge", algorithm="dflash"),
         "specforge domino": ExportOptions(format="specforge", algorithm="domino"),
@@ -169,7 +172,7 @@ def cases(folder: Path) -> Iterator[tuple[str, str, Path, str | None]]:
     }
     for what, options in plans.items():
         dest = folder / what.replace(" ", "-")
-        export(run, dest, options)
+        export(folder / "run8" if "float8 run" in what else run, dest, options)
         yield what, options.format, dest, None
     yield from sabotaged(folder)
 

@@ -19,9 +19,9 @@ import yaml
 
 from swathe.web import Address, Answer, WebServer
 from tests.seeing.test_nvml import FakeNvml
-from worker.node import ChildView, Node
-from worker.nvml import GpuMonitor, GpuReader
-from worker.reports import Inbox, Outlet, Report, Totals
+from worker.host.node import ChildView, Node
+from worker.telemetry.nvml import GpuMonitor, GpuReader
+from worker.telemetry.reports import Inbox, Outlet, Report, Totals
 
 ROOT = Path(__file__).parents[2]
 

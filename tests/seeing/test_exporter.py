@@ -17,7 +17,7 @@ from swathe.spec import RangeId, RangeRecord, from_json, to_json
 from swathe.store.local import LocalStore
 from tests.seeing.test_metrics import parse
 from tests.support.synthetic_run import RANGES, SAMPLES, write_run
-from worker.keeper import about_key
+from worker.loop.keeper import about_key
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 import torch
 from fleet import wait_for
 
-from worker.devices import present_devices
-from worker.nvml import GpuReader
+from worker.host.devices import present_devices
+from worker.telemetry.nvml import GpuReader
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or shutil.which("nvidia-smi") is None, reason="needs a GPU"

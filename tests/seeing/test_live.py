@@ -34,7 +34,7 @@ from tests.seeing.stack import (
     until,
 )
 from tests.seeing.test_nvml import FakeNvml
-from worker.keeper import about_key
+from worker.loop.keeper import about_key
 
 pytestmark = pytest.mark.timeout(900)
 RULES = ROOT / "docker/prometheus/rules"

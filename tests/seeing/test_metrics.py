@@ -19,7 +19,7 @@ def test_names_follow_the_conventions():
     units = ("_seconds", "_bytes", "_ratio", "_watts", "_celsius", "_hertz", "_info", "_per_second")
     plain = {"throttled", "worker_up", "worker_ready", "workers", "queue_ranges", "run_samples"}
     plain |= {"run_ranges", "run_tokens", "run_complete", "run_paused", "redis_up"}
-    plain |= {"redis_durable", "redis_may_evict", "gpu_throttled"}
+    plain |= {"redis_durable", "redis_may_evict", "gpu_throttled", "paused_for_space"}
     names = [metric.name for metric in metrics.all_metrics()]
     assert len(set(names)) == len(names) > 50
     for metric in metrics.all_metrics():

@@ -13,16 +13,16 @@ from fleet import wait_for
 
 from swathe.settings import Settings
 from tests.seeing.test_metrics import parse
-from worker.devices import Device
-from worker.node import Node
-from worker.nvml import GpuMonitor, GpuReader
-from worker.reporter import Utilization
-from worker.reports import Inbox, Outlet, Report, Totals
-from worker.supervisor import Supervisor, SupervisorOptions
+from worker.host.devices import Device
+from worker.host.node import Node
+from worker.host.supervisor import Supervisor, SupervisorOptions
+from worker.telemetry.nvml import GpuMonitor, GpuReader
+from worker.telemetry.reporter import Utilization
+from worker.telemetry.reports import Inbox, Outlet, Report, Totals
 
 CHILD = """
 import os, signal, sys, time
-from worker.reports import Outlet, Report, Totals
+from worker.telemetry.reports import Outlet, Report, Totals
 fd = int(sys.argv[sys.argv.index("--report-fd") + 1])
 outlet = Outlet(fd)
 folder = sys.argv[1]
@@ -158,7 +158,7 @@ def test_what_was_said_long_ago_is_not_shown(monkeypatch, inbox, outlet):
     inbox.drain()
     (heard,) = inbox.live()
     assert heard.report is not None
-    monkeypatch.setattr("worker.reports.STALE_S", -1.0)
+    monkeypatch.setattr("worker.telemetry.reports.STALE_S", -1.0)
     (heard,) = inbox.live()
     assert heard.report is None
     assert inbox.totals()["cpu"].counts == {"samples": 3}

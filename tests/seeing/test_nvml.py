@@ -10,8 +10,8 @@ import pynvml
 import pytest
 from fleet import wait_for
 
-from worker import nvml
-from worker.nvml import GpuMonitor, GpuReader
+from worker.telemetry import nvml
+from worker.telemetry.nvml import GpuMonitor, GpuReader
 
 
 class Error(Exception):

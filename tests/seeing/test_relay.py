@@ -14,10 +14,10 @@ from swathe.queue import connect, relayed_nodes
 from swathe.settings import RELAY, Settings
 from swathe.web import Address, WebServer
 from tests.seeing.test_metrics import get, parse
-from worker.node import Node
-from worker.nvml import GpuMonitor, GpuReader
-from worker.relay import Relay
-from worker.reports import Inbox
+from worker.host.node import Node
+from worker.telemetry.nvml import GpuMonitor, GpuReader
+from worker.telemetry.relay import Relay
+from worker.telemetry.reports import Inbox
 
 NAME = "rack 3/é?"
 """A name that has to be quoted in a path."""

@@ -110,7 +110,11 @@ CASES: dict[str, tuple[list[dict], list[dict]]] = {
         [run("quarantined", 1) | run("stored", 10_000), run("quarantined", 0) | run("stored", 0)],
     ),
     "SwatheSpaceLow": ([free(100, 99)], [free(1000, 99), free(100, 0)]),
-    "SwatheStoreFull": ([spaced(10)], [spaced(0)]),
+    "SwatheStoreFull": (
+        [spaced(10), one("paused_for_space", 1)],
+        [spaced(0), one("paused_for_space", 0) | spaced(0)],
+    ),
+    "SwatheStoreStalled": ([one("store_stalled_seconds", 90)], [one("store_stalled_seconds", 20)]),
     "SwatheStoreThrottling": (
         [one("store_retries_total", grows(15)), ERROR],
         [one("store_retries_total", grows(1)) | stored(1)],

@@ -119,6 +119,25 @@ def test_in_place_a_source_that_breaks_leaves_nothing(
     assert store.stat("states/a") is None
 
 
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOSPC])
+def test_in_place_an_object_that_cannot_be_opened_again_stays(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Object-store mounts refuse to open what is there already; a stale handle says nothing about the file."""
+    monkeypatch.setattr(os, "replace", refuse(errno.ENOSYS))
+    monkeypatch.setattr(os, "link", refuse(errno.ENOSYS))
+    store = LocalStore(tmp_path)
+    store.write("states/a", [b"old"])
+    assert store.create("states/a.json", b"another's")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse(number))
+        with pytest.raises(SwatheError):
+            store.write("states/a", [b"new"])
+        with pytest.raises(SwatheError):
+            store.create("states/a.json", b"mine")
+    assert (store.read("states/a"), store.read("states/a.json")) == (b"old", b"another's")
+
+
 @pytest.mark.parametrize(
     ("function", "number", "error"),
     [

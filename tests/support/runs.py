@@ -121,13 +121,13 @@ def write_range(
     tensors = _token_tensors(members, recipe)
     states = torch.cat([stored_states(row, recipe) for row in members])
     if recipe.dtype == "float8_e4m3fn":
-        amax = states.abs().amax(2).clamp_min(1e-30)
-        scales = torch.exp2(torch.ceil(torch.log2(amax / 448)))
+        scales = scales_of(states)
         tensors["hidden_states_scales"] = view_of(scales)
         states = states / scales[..., None]
     tensors["hidden_states"] = view_of(states.to(getattr(torch, recipe.dtype)))
     key = names.shard(range_id, names.new_attempt())
-    written = store.write(key, codec.encode(tensors, {"run_id": spec.run_id}))
+    metadata = {"run_id": spec.run_id, "fingerprint": spec.fingerprint}
+    written = store.write(key, codec.encode(tensors, metadata))
     record = RangeRecord(
         run_id=spec.run_id,
         range_id=range_id,
@@ -141,6 +141,15 @@ def write_range(
         finished_at="2026-01-01T00:00:00Z",
     )
     store.create(names.record(range_id), to_json(record))
+
+
+def scales_of(states: torch.Tensor) -> torch.Tensor:
+    """Float8 scales [S, K]: the smallest powers of two that bring each row to 448 or below, 1 for zeros."""
+    amax = states.abs().double().amax(2)
+    scales = torch.exp2(torch.ceil(torch.log2(amax / 448)))
+    scales = torch.where(amax > 0, scales, 1).float()
+    assert (states.abs().amax(2) <= 448 * scales).all()
+    return scales
 
 
 def _cut(rows: list[int], recipe: Recipe) -> list[list[int]]:

@@ -14,6 +14,7 @@ from swathe.adapters import ModelOpt, SpecForge, Speculators
 from swathe.adapters.base import supervised_pairs
 from swathe.adapters.norm import read_final_norm
 from swathe.adapters.selection import dflash_layers, eagle3_layers
+from swathe.adapters.speculators import quantize_fp8, rescale_fp8
 from swathe.errors import ConfigError
 from tests.support.runs import Recipe, ids_of, make_run, mask_of, stored_states
 
@@ -64,6 +65,41 @@ def test_speculators_float8_has_one_scale_per_token(run: Path) -> None:
     assert file["hidden_states_scales"].shape == (len(states), 1, 1)
     back = file["hidden_states"].float() * file["hidden_states_scales"]
     assert (back - states).abs().max() <= states.abs().max() / 16
+
+
+def test_a_float8_run_is_rescaled_for_speculators_without_a_second_rounding(tmp_path: Path) -> None:
+    """Slots of magnitudes 1, 2^-5 and 2^-10 apart, and one of zeros, whose scale of 1 must not crush the others."""
+
+    def states(row: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(row)
+        values = torch.randn((len(ids_of(row, RECIPE)), 4, 16), generator=generator)
+        return values * torch.tensor([2.0**-10, 2.0**-20, 0, 2.0**-15])[:, None]
+
+    recipe = replace(RECIPE, dtype="float8_e4m3fn", states=states)
+    make_run(tmp_path, recipe)
+    run = HiddenStates(tmp_path)
+    for index in (0, 9):
+        raw, file = run.as_stored(index), Speculators(tmp_path, fp8=True).file(index)
+        scales = file["hidden_states_scales"]
+        assert scales.shape == (len(raw["input_ids"]), 1, 1)
+        assert torch.equal(scales[:, 0, 0], raw["hidden_states_scales"][:, 0])
+        # Their rule, in bfloat16 as their own reader does it: exact, for the scale is a power of two.
+        theirs = file["hidden_states"].to(BF16) * scales.to(BF16)
+        ours = run[index]["hidden_states"]
+        exact = (ours.float().abs() >= scales * 2.0**-6) | (ours == 0)
+        assert exact[:, 0].float().mean() > 0.99
+        assert torch.equal(theirs[exact], ours[exact])
+        assert ((theirs - ours).abs() <= scales * 2.0**-10).all()
+        # What quantizing anew would do.
+        again, their_scales = quantize_fp8(ours)
+        assert (again.float() * their_scales != ours.float())[:, 0].float().mean() > 0.5
+    with pytest.raises(ConfigError, match="dequantize"):
+        Speculators(tmp_path, dequantize=False)
+    few = Speculators(tmp_path, fp8=True, layers=[3], max_length=2).file(0)
+    assert few["hidden_states"].shape == (2, 2, 16)
+    assert few["hidden_states_scales"].shape == (2, 1, 1)
+    zeros, ones = torch.zeros((2, 3, 4)).to(torch.float8_e4m3fn), torch.ones((2, 3))
+    assert rescale_fp8(zeros, ones)[1].flatten().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "dflash", "domino", "dspark"])

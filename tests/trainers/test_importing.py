@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from producer.verify import verify
 from swathe import HiddenStates, names
 from swathe.adapters import SpecForge, Speculators
 from swathe.adapters.norm import read_final_norm
@@ -82,6 +83,9 @@ def test_float8_folders_keep_their_bytes(
     ours = HiddenStates(tmp_path / "run")[7]["hidden_states"]
     assert torch.equal(ours, theirs.to(torch.bfloat16))
     assert folder.exists()
+    assert verify(LocalStore(tmp_path / "run"), full=True).ok, "scales that are no powers of two"
+    export(tmp_path / "run", tmp_path / "again", fp8)
+    assert hs(tmp_path / "again", 7).read_bytes() == hs(tmp_path / "hs8", 7).read_bytes()
 
 
 def harm(folder: Path) -> dict[int, str]:

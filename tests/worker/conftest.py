@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.worker import tiny
-from worker.model import HiddenStateModel, load_model
+from worker.model.hidden_states import HiddenStateModel, load_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from swathe.errors import ModelError, WorkerError
+from swathe.tokens import RangeTokens
 from tests.worker import tiny
-from worker.device_errors import breaks_device, device_errors
-from worker.engine import Engine
-from worker.ranges import RangeSamples
-from worker.vouching import vouched
+from worker.engine.engine import Engine
+from worker.extraction.vouching import vouched
+from worker.model.device_errors import breaks_device, device_errors
 
 BAD = 77
 
@@ -19,7 +19,7 @@ BAD = 77
 def range_of(samples):
     offsets = np.cumsum([0, *map(len, samples)]).astype(np.int64)
     ids = np.concatenate(samples).astype(np.int32)
-    return RangeSamples(
+    return RangeTokens(
         range_id=3,
         rows=np.arange(10, 10 + len(samples)),
         offsets=offsets,

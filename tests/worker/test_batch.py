@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from worker.batch import Batch, cut_batches
+from worker.model.batch import Batch, cut_batches
 
 
 def mixed_lengths(count: int = 500) -> list[int]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from swathe.errors import ModelError
-from worker.capture import Capture, block_index, block_indices
+from worker.model.capture import Capture, block_index, block_indices
 
 
 class Block(nn.Module):

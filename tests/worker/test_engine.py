@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from swathe.spec import RangeId
+from swathe.tokens import RangeTokens
 from tests.worker import tiny
-from worker.batch import Batch
-from worker.engine import Engine, RangeSamples
+from worker.engine.engine import Engine
+from worker.model.batch import Batch
 
 LENGTHS = [37, 5, 64, 1, 29, 70, 12, 12, 90, 3]
 
@@ -17,7 +18,7 @@ LENGTHS = [37, 5, 64, 1, 29, 70, 12, 12, 90, 3]
 def range_of(samples, range_id=7):
     lengths = [len(sample) for sample in samples]
     ids = np.concatenate([*samples, np.zeros(0)]).astype(np.int32)
-    return RangeSamples(
+    return RangeTokens(
         range_id=RangeId(range_id),
         rows=np.arange(100, 100 + len(samples)),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),

@@ -6,9 +6,9 @@ import torch
 from swathe.architectures import PACKS
 from swathe.errors import ModelError
 from tests.worker import tiny
-from worker import packing
-from worker.batch import cut_batches
-from worker.packing import Boundaries
+from worker.model.batch import cut_batches
+from worker.model.kernels import packing
+from worker.model.kernels.packing import Boundaries
 
 LENGTHS = [37, 5, 64, 1, 29, 70]
 NAMES = [*tiny.CONFIGS, "nested"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.worker import tiny
-from worker.batch import Batch, cut_batches
+from worker.model.batch import Batch, cut_batches
 
 LENGTHS = [37, 5, 64, 1, 29, 70]
 """Longer than the sliding window, shorter than the convolution, longer than a chunk of the delta rule."""

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.worker import tiny
-from worker.flops import FlopCount
+from worker.model.flops import FlopCount
 
 
 def test_a_dense_model_costs_two_per_weight_and_four_per_pair(load):

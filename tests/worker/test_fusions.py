@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.worker import tiny
-from worker.backbone import load_backbone
-from worker.batch import cut_batches
-from worker.fusions import _turns_halves
-from worker.model import HiddenStateModel
+from worker.model.backbone import load_backbone
+from worker.model.batch import cut_batches
+from worker.model.hidden_states import HiddenStateModel
+from worker.model.kernels.fusions import _turns_halves
 
 LENGTHS = [37, 5, 64, 1, 29, 70]
 NAMES = [*tiny.CONFIGS, "nested"]

@@ -7,7 +7,7 @@ import pytest
 
 from swathe.errors import ModelError, PoisonRangeError, StoreError, WorkerError
 from swathe.spec import RangeId, RangeJob, RunId
-from worker.isolation import Isolation, Outcome, Trials
+from worker.extraction.isolation import Isolation, Outcome, Trials
 
 JOB = RangeJob(run_url="/runs/a", run_id=RunId("run1"), fingerprint="f", range_id=RangeId(3))
 

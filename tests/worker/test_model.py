@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from swathe.errors import ModelError
 from tests.worker import tiny
-from worker.backbone import load_backbone
-from worker.model import load_model
+from worker.model.backbone import load_backbone
+from worker.model.hidden_states import load_model
 
 NAMES = [*tiny.CONFIGS, "nested"]
 CPU = torch.device("cpu")

@@ -6,13 +6,14 @@ import torch
 
 from swathe.errors import WorkerError
 from swathe.spec import RangeId
+from swathe.tokens import RangeTokens
 from tests.worker import tiny
-from worker.backbone import load_backbone
-from worker.canary import canary_bounds, one_in, take_canary
-from worker.engine import Engine, RangeSamples
-from worker.model import HiddenStateModel
-from worker.rates import host_copy_bytes, matmul_flops, tokens_that_fit
-from worker.selftest import prove, self_test
+from worker.engine.canary import canary_bounds, one_in, take_canary
+from worker.engine.engine import Engine
+from worker.engine.rates import host_copy_bytes, matmul_flops, tokens_that_fit
+from worker.engine.selftest import prove, self_test
+from worker.model.backbone import load_backbone
+from worker.model.hidden_states import HiddenStateModel
 
 CPU = torch.device("cpu")
 SHORT = (5, 70, 1, 37)
@@ -42,7 +43,7 @@ def wrapped(forward, change):
 
 def range_of(lengths):
     samples = tiny.samples(lengths)
-    return RangeSamples(
+    return RangeTokens(
         range_id=RangeId(3),
         rows=np.arange(len(lengths)),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
@@ -112,7 +113,8 @@ def test_a_kernel_that_makes_nan_or_raises_is_caught(fused):
 def test_packing_alone_is_given_up_where_only_packing_is_wrong(fused, monkeypatch):
     model = fused("llama")
     monkeypatch.setattr(
-        "worker.packing._by_sample", lambda query, *_: query.transpose(1, 2).contiguous()
+        "worker.model.kernels.packing._by_sample",
+        lambda query, *_: query.transpose(1, 2).contiguous(),
     )
     test = prove(model, "packed", lengths=SHORT)
     assert test.form == "padded"
@@ -131,11 +133,11 @@ def test_canaries_pass_on_right_states_and_fail_on_wrong_ones(fused):
     model = fused("qwen3_5", "bfloat16")
     bounds = canary_bounds(prove(model, "packed", lengths=SHORT))
     engine = Engine(model, form="packed")
-    good = take_canary(model, engine.compute(range_of([30, 64, 12])), 1, bounds)
+    good = take_canary(model, engine.compute(range_of([30, 64, 12]), keep=1), bounds)
     assert good.passed
     assert (good.range_id, good.row, good.tokens) == (3, 1, 64)
     perturb(model, "MLP", lambda out: out * 1.5)
-    assert not take_canary(model, engine.compute(range_of([30, 64, 12])), 1, bounds).passed
+    assert not take_canary(model, engine.compute(range_of([30, 64, 12]), keep=1), bounds).passed
 
 
 def test_canaries_are_spread_and_repeatable():

@@ -8,8 +8,8 @@ from swathe.records import read_record
 from swathe.settings import Settings
 from swathe.spec import RangeId
 from swathe.store.local import LocalStore
-from worker.extraction import Extraction
-from worker.telemetry import Telemetry
+from worker.extraction.extraction import Extraction
+from worker.telemetry.totals import Telemetry
 
 
 def test_a_range_is_stored_when_its_model_was_unloaded_meanwhile(tmp_path):

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from worker import pointwise
+from worker.model.kernels import pointwise
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,7 +29,7 @@ def close(found, wanted):
 
 @pytest.fixture
 def kernels():
-    return importlib.import_module("worker.triton_kernels")
+    return importlib.import_module("worker.model.kernels.triton_pointwise")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,6 +27,6 @@ if _WHERE:
 
         # Torch is loaded by workers only; a supervisor stays small.
         if "serve" in sys.argv or "serve" in sys.orig_argv:
-            from worker.engine import Engine
+            from worker.engine.engine import Engine
 
             _slow(Engine, "finish", _WHERE["compute"])

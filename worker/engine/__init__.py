@@ -1,0 +1,1 @@
+"""Samples in, states out, and the proof that they are right."""

@@ -1,0 +1,176 @@
+"""Is the fast path of this model right on this device? Asked before the first range, answered with numbers.
+
+bf16 results of two implementations differ by rounding, so neither is compared with the other but both with float32:
+the fast path may not be farther from it than 1.25 times the stock path is, at the median and at the 99th percentile of
+tokens, for each layer. In float32 itself fast and stock must agree to 1e-4. A path that fails is not used: packing
+falls back to padding, padding to the stock kernels.
+
+Shapes: S tokens of a sample, K slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from swathe import log
+from swathe.errors import WorkerError
+from swathe.spec import BatchForm, Layer
+from worker.engine.soundness import fault, magnitudes
+from worker.model.batch import cut_batches
+from worker.model.hidden_states import HiddenStateModel
+
+LENGTHS: Final = (5, 130, 1, 64, 335, 37, 700)
+"""Shorter than a convolution, longer than a chunk of the delta rule; 1,272 tokens in all."""
+SHORT_LENGTHS: Final = (5, 70, 1, 33)
+"""For a CPU, where the long ones would take longer than a range."""
+_RATIO: Final = 1.25
+_EXACT: Final = 1e-4
+_SEED: Final = 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerError:
+    """Relative L2 errors of one layer against float32, over all tokens of the test."""
+
+    layer: Layer
+    fast_median: float
+    fast_p99: float
+    stock_median: float
+    stock_p99: float
+    between_median: float
+    """Of the fast path against the stock path: what a canary may expect."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTest:
+    """What the test of one batch form found; ``reason`` is empty when it passed."""
+
+    form: BatchForm
+    kernels: dict[str, str]
+    layers: tuple[LayerError, ...]
+    reason: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the form may be used."""
+        return not self.reason
+
+
+def prove(
+    model: HiddenStateModel,
+    form: BatchForm,
+    *,
+    failure: Literal["fall back", "refuse"] = "fall back",
+    lengths: Sequence[int] = LENGTHS,
+) -> SelfTest:
+    """Test a form on the model's device; on failure give up packing, then the fast kernels, until one passes.
+
+    Returns the test that passed; its ``form`` is the one to use. Raises WorkerError when none passes, or at once
+    with ``refuse``.
+    """
+    logger = log.get("selftest")
+    forms: list[BatchForm] = (
+        ["packed", "padded"] if form == "packed" and model.can_pack else ["padded"]
+    )
+    for attempt in (*forms, None):
+        if attempt is None:
+            model.fall_back("reference")
+        elif attempt != forms[0]:
+            model.fall_back("padded")
+        test = self_test(model, attempt or "padded", lengths)
+        if test.passed:
+            logger.info(
+                "self-test passed", form=test.form, kernels=test.kernels, layers=test.layers
+            )
+            return test
+        logger.error("self-test failed", form=test.form, kernels=test.kernels, reason=test.reason)
+        if failure == "refuse":
+            break
+    msg = f"the model's results are wrong on this device: {test.reason}; not computing with it"
+    raise WorkerError(msg)
+
+
+def self_test(
+    model: HiddenStateModel, form: BatchForm, lengths: Sequence[int] = LENGTHS
+) -> SelfTest:
+    """Compare the fast path with the stock path and with float32 on a few short and long samples."""
+    samples = random_samples(model, lengths)
+    lengths = [len(sample) for sample in samples]
+    layers: tuple[LayerError, ...] = ()
+    try:
+        (batch,) = cut_batches(lengths, form=form, max_batch_tokens=len(lengths) * max(lengths))
+        fast = torch.split(model.forward(batch, samples), list(lengths))
+        stock = [model.reference(sample) for sample in samples]
+        wide = [model.exact(sample) for sample in samples]
+        reason = _unsound(fast, model.layers)
+        layers = _layer_errors(model.layers, fast, stock, wide)
+        reason = reason or _too_far(layers, model.dtype)
+    # Whatever a kernel raises on a device it does not know is a failed test, told with its reason.
+    except Exception as error:  # noqa: BLE001 - reported; the caller falls back or refuses
+        reason = f"{type(error).__name__}: {error}"
+    return SelfTest(form=form, kernels=model.kernels, layers=layers, reason=reason)
+
+
+def random_samples(model: HiddenStateModel, lengths: Sequence[int]) -> list[NDArray[np.int32]]:
+    """Random ids, the same on every device."""
+    rng = np.random.default_rng(_SEED)
+    longest = model.max_positions or max(lengths)
+    return [
+        rng.integers(0, model.vocab_rows, min(length, longest)).astype(np.int32)
+        for length in lengths
+    ]
+
+
+def token_errors(found_SKH: torch.Tensor, wanted_SKH: torch.Tensor) -> NDArray[np.float32]:
+    """Relative L2 error ``[S, K]`` of each token and slot."""
+    difference = (found_SKH.float() - wanted_SKH.float()).norm(dim=-1)
+    errors: NDArray[np.float32] = (difference / wanted_SKH.float().norm(dim=-1)).cpu().numpy()
+    return errors
+
+
+def _layer_errors(
+    layers: tuple[Layer, ...], fast: Any, stock: Any, wide: Any
+) -> tuple[LayerError, ...]:
+    def join(found: Any, wanted: Any) -> NDArray[np.float32]:
+        return np.concatenate([token_errors(f, w) for f, w in zip(found, wanted, strict=True)])
+
+    fast_TK, stock_TK, between_TK = join(fast, wide), join(stock, wide), join(fast, stock)
+    return tuple(
+        LayerError(
+            layer=layer,
+            fast_median=float(np.median(fast_TK[:, slot])),
+            fast_p99=float(np.quantile(fast_TK[:, slot], 0.99)),
+            stock_median=float(np.median(stock_TK[:, slot])),
+            stock_p99=float(np.quantile(stock_TK[:, slot], 0.99)),
+            between_median=float(np.median(between_TK[:, slot])),
+        )
+        for slot, layer in enumerate(layers)
+    )
+
+
+def _unsound(fast: Any, layers: tuple[Layer, ...]) -> str:
+    for states_SKH in fast:
+        reason = fault(magnitudes(states_SKH).cpu().numpy(), layers)
+        if reason is not None:
+            return reason
+    return ""
+
+
+def _too_far(layers: tuple[LayerError, ...], dtype: torch.dtype) -> str:
+    for errors in layers:
+        for name, fast, stock in (
+            ("median", errors.fast_median, errors.stock_median),
+            ("99th percentile", errors.fast_p99, errors.stock_p99),
+        ):
+            bound = _EXACT if dtype == torch.float32 else _RATIO * stock
+            # Written so that NaN fails.
+            if not fast <= bound:
+                return (
+                    f"layer {errors.layer}: error {fast:.2e} against float32 at the {name} of tokens, "
+                    f"more than {bound:.2e} (the stock path: {stock:.2e})"
+                )
+    return ""

@@ -1,0 +1,1 @@
+"""The frozen model: loaded, packed or padded, its layers captured."""

@@ -1,0 +1,1 @@
+"""What the model's operations run on, and the fast forms of them."""
