@@ -332,7 +332,7 @@ def test_gpus_that_a_container_was_not_given_are_no_cpu_node(monkeypatch, tmp_pa
 def test_all_devices_does_not_mean_the_cpu_on_a_machine_with_gpus(tmp_path):
     (tmp_path / "0000:01:00.0").mkdir()
     code = (
-        "from pathlib import Path; from worker import devices, cli\n"
+        "from pathlib import Path; from worker import cli; from worker.host import devices\n"
         "inner = devices.out_of_reach\n"
         f"devices.out_of_reach = lambda: inner(Path({str(tmp_path)!r}))\n"
         "devices.present_devices = lambda: []\n"
