@@ -2,9 +2,10 @@
 
 The rows are chat-like: lengths lognormal with mean 335 and sigma 0.9, from 20 to 4,096; ids, masks and row ids in ten
 parquet files. Each form of plan (packed, in the user's order; padded, by length) runs in a process of its own, on two
-cores, and reports its own peak of resident memory.
+cores, and reports its own peak of resident memory. With ``--s3`` the packed plan is made once more from the same files in a
+SeaweedFS server on loopback, which shares the two cores.
 
-    python -m bench.plan [--rows N]
+    python -m bench.plan [--rows N] [--s3]
 """
 
 import argparse
@@ -25,6 +26,7 @@ import pyarrow.parquet as pq
 from producer.plan import PlanOptions, plan
 from producer.provenance import git_revision, versions
 from swathe.store import open_store
+from tests.support import s3_server
 
 FILES: Final = 10
 MEAN: Final = 335
@@ -64,18 +66,19 @@ def make_dataset(folder: Path, rows: int) -> int:
     return tokens
 
 
-def measure(root: Path, form: str) -> dict[str, Any]:
+def measure(root: Path, data: str, form: str) -> dict[str, Any]:
     """Plan once, and once more over the finished run; runs in a process of its own."""
     config = root / f"{form}.json"
     config.write_text(json.dumps({"model_type": MODELS[form], **CONFIG}))
     options = PlanOptions(
-        dataset=str(root / "data"),
+        dataset=data,
         model=f"random:{config}",
         layers=(1,),
         final=True,
         allow_low_space=True,  # the states are never made
     )
-    store = open_store(root / form)
+    name = f"{form}_from_s3" if data.startswith("s3://") else form
+    store = open_store(root / name)
     started_s, cpu_s = time.monotonic(), time.process_time()
     report = plan(store, options)
     seconds, cpu_s = time.monotonic() - started_s, time.process_time() - cpu_s
@@ -85,7 +88,7 @@ def measure(root: Path, form: str) -> dict[str, Any]:
     assert again.reused
     assert report.spec.batching.form == form
     return {
-        "name": f"tokenized_parquet_{form}",
+        "name": f"tokenized_parquet_{name}",
         "rows": report.spec.totals.rows,
         "tokens": report.tokens,
         "ranges": report.ranges,
@@ -97,6 +100,33 @@ def measure(root: Path, form: str) -> dict[str, Any]:
         "again_seconds": round(time.monotonic() - started_s, 2),
         "file_bytes": sum(file.size_bytes for file in report.spec.dataset.files),
     }
+
+
+def in_child(root: Path, data: str, form: str, **environment: str) -> dict[str, Any]:
+    """Measure in a process of its own."""
+    command = [sys.executable, "-m", "bench.plan", "--child", str(root), data, form]
+    done = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, env={**os.environ, **environment}
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def from_s3(root: Path) -> dict[str, Any]:
+    """The packed plan from a bucket."""
+    (root / "weed").mkdir()
+    with s3_server.running(root / "weed") as server:
+        client = server.client()
+        for path in (root / "data").iterdir():
+            client.upload_file(str(path), s3_server.BUCKET, f"data/{path.name}")
+        return in_child(
+            root,
+            f"s3://{s3_server.BUCKET}/data",
+            "packed",
+            AWS_ENDPOINT_URL_S3=server.endpoint_url,
+            AWS_ACCESS_KEY_ID=s3_server.ACCESS_KEY,
+            AWS_SECRET_ACCESS_KEY=s3_server.SECRET_KEY,
+        )
 
 
 def peak_rss_bytes() -> int:
@@ -117,28 +147,28 @@ def main() -> None:
     """Make the data set, measure in a child, write the result."""
     parser = argparse.ArgumentParser(description="Plan tokenized rows: seconds and memory.")
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--s3", action="store_true")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        folder, form = arguments.child
-        print(json.dumps(measure(Path(folder), form)))
+        folder, data, form = arguments.child
+        print(json.dumps(measure(Path(folder), data, form)))
         return
     cores = sorted(os.sched_getaffinity(0))[:2]
     os.sched_setaffinity(0, cores)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         make_dataset(root / "data", arguments.rows)
-        rows = []
-        for form in MODELS:
-            command = [sys.executable, "-m", "bench.plan", "--child", name, form]
-            found = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-            rows.append(json.loads(found.stdout))
+        rows = [in_child(root, str(root / "data"), form) for form in MODELS]
+        if arguments.s3:
+            rows.append(from_s3(root))
     result = {
         "bench": "plan",
         "device": f"{cpu_model()}, {len(cores)} cores",
         "versions": {"python": platform.python_version(), **versions()},
         "git": git_revision(),
-        "command": f"python -m bench.plan --rows {arguments.rows}",
+        "command": f"python -m bench.plan --rows {arguments.rows}{' --s3' * arguments.s3}",
+        "load": round(os.getloadavg()[0], 1),
         "rows": rows,
     }
     RESULTS.mkdir(exist_ok=True)

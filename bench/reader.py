@@ -4,9 +4,9 @@ The run is in the shape of Qwen3.6-27B with six slots (5120 channels, bfloat16: 
 mean, lengths even from 3 to 666. Every row ends with a sample's states in the same buffer, so that no way of reading gets
 by without touching the bytes; the order is the same shuffled one. ``cold`` asks the kernel to forget the files before
 each turn, ``warm`` reads what it holds. Turns alternate, and a ratio is the median of the turns' ratios: the machine's mood
-falls on all alike. S3 is a SeaweedFS server on loopback that shares cores and disk.
+falls on all alike. For S3 see ``bench.reader_s3``.
 
-    python -m bench.reader [--samples N] [--turns N] [--no-s3] [--folder DIR]
+    python -m bench.reader [--samples N] [--turns N] [--folder DIR]
 """
 
 import argparse
@@ -35,9 +35,6 @@ from swathe import HiddenStates, codec
 from swathe.export import ExportOptions, export
 from swathe.reader import collate_packed
 from swathe.reader.shards import STATES
-from swathe.settings import S3Settings
-from swathe.store.s3 import S3Store
-from tests.support import s3_server
 from tests.support.runs import Recipe, length_of, make_run
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -217,36 +214,25 @@ def exporting(run: str, exports: Path, size_bytes: int, samples: int) -> list[di
     return rows
 
 
-def from_s3(local: HiddenStates, folder: Path, turns: int) -> list[dict[str, Any]]:
-    """The same run in an object store: plain GETs of the shards, samples by ranged GETs, and a filled shard cache."""
-    rows = []
-    os.environ["AWS_ACCESS_KEY_ID"] = s3_server.ACCESS_KEY
-    os.environ["AWS_SECRET_ACCESS_KEY"] = s3_server.SECRET_KEY
-    (folder / "s3").mkdir()
-    with s3_server.running(folder / "s3") as server:
-        settings = S3Settings(endpoint_url=server.endpoint_url)
-        store = S3Store(f"s3://{s3_server.BUCKET}/run", settings)
-        root = Path(local.url)
-        for path in sorted(root.rglob("*")):
-            if path.is_file():
-                store.write(path.relative_to(root).as_posix(), [path.read_bytes()])
-        remote = Bench(HiddenStates(store))
-        cached = Bench(HiddenStates(store, cache_dir=folder / "cache"))
-        keys = [shard.key for shard in remote.dataset._index.shards.values()]  # noqa: SLF001
-
-        def whole() -> float:
-            started_s = time.perf_counter()
-            for key in keys:
-                store.read(key)
-            return time.perf_counter() - started_s
-
-        raw = [whole() for _ in range(turns)]
-        rows.append(row(remote, "s3_raw_get", raw, None))
-        times = [remote.seconds(remote.stream, []) for _ in range(turns)]
-        rows.append(row(remote, "s3_stream", times, raw))
-        rows.append(row(cached, "s3_stream_cache_first", [cached.seconds(cached.stream, [])], None))
-        rows.append(row(cached, "s3_stream_cache_next", [cached.seconds(cached.stream, [])], None))
-    return rows
+def write_result(name: str, bench: Bench, turns: int, rows: list[dict[str, Any]]) -> None:
+    """Write the JSON, print its rows."""
+    samples = len(bench.order)
+    result = {
+        "bench": name,
+        "device": f"{cpu_model()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions()},
+        "git": git_revision(),
+        "command": f"python -m bench.{name} --samples {samples} --turns {turns}",
+        "load": round(os.getloadavg()[0], 1),
+        "bytes": bench.size_bytes,
+        "samples": samples,
+        "mean_tokens": round(float(np.mean(bench.dataset.lengths)), 1),
+        "rows": rows,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    for line in rows:
+        print(json.dumps(line))
 
 
 def main() -> None:
@@ -254,7 +240,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Read a run, shuffled, against the raw limit.")
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--no-s3", action="store_true")
     parser.add_argument("--folder", help="where to put a few GB (default: the temporary folder)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -266,25 +251,7 @@ def main() -> None:
         rows = exporting(dataset.url, exports, bench.size_bytes, options.samples)
         os.sync()
         rows += reading(bench, exports, options.turns)
-        if not options.no_s3:
-            shutil.rmtree(exports)
-            rows += from_s3(dataset, folder, options.turns)
-    result = {
-        "bench": "reader",
-        "device": f"{cpu_model()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions()},
-        "git": git_revision(),
-        "command": f"python -m bench.reader --samples {options.samples} --turns {options.turns}",
-        "load": round(os.getloadavg()[0], 1),
-        "bytes": bench.size_bytes,
-        "samples": options.samples,
-        "mean_tokens": round(float(np.mean(dataset.lengths)), 1),
-        "rows": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "reader.json").write_text(json.dumps(result, indent=1) + "\n")
-    for line in rows:
-        print(json.dumps(line))
+    write_result("reader", bench, options.turns, rows)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ app = typer.Typer(
 Dataset = Annotated[
     str,
     typer.Argument(
-        help="A .jsonl or .parquet file, a folder of parquet, or a save_to_disk folder."
+        help="A .jsonl[.gz|.zst] or .parquet file, a folder of them, or a save_to_disk folder: a path or s3://. Or a hub id."
     ),
 ]
 Model = Annotated[
@@ -48,6 +48,9 @@ Final_ = Annotated[
     bool, typer.Option("--final", help="Also the last block's output, before the norm.")
 ]
 Out = Annotated[str, typer.Option(help="The run's folder or prefix.")]
+Split = Annotated[
+    str | None, typer.Option(help="Of a data set with splits: SPLIT or SUBSET/SPLIT.")
+]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first N rows.")]
 MaxLength = Annotated[
     int | None, typer.Option(min=1, help="Longest sample in tokens; unset: what the model takes.")
@@ -62,8 +65,12 @@ Dtype = Annotated[
 ]
 Columns = Annotated[str, typer.Option(help="Columns by other names: messages=conversations,id=key")]
 TemplateKwargs = Annotated[str, typer.Option(help="Extra variables of the chat template, as JSON.")]
+MinLength = Annotated[int, typer.Option(min=1, help="Reject rows of fewer tokens.")]
 MinSupervised = Annotated[
-    int, typer.Option(min=0, help="Reject rows with fewer tokens under the loss mask.")
+    str,
+    typer.Option(
+        help="Reject rows with fewer tokens under the loss mask: a number, or a share (0.1 or 10%)."
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run the checkpoint's own Python code.")
@@ -93,6 +100,7 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     out: Out,
     layers: Layers = "",
     final: Final_ = False,
+    split: Split = None,
     limit: Limit = None,
     max_length: MaxLength = None,
     overlong: OverlongOption = "reject",
@@ -100,7 +108,8 @@ def plan_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     dtype: Dtype = "auto",
     columns: Columns = "",
     chat_template_kwargs: TemplateKwargs = "{}",
-    min_supervised: MinSupervised = 1,
+    min_length: MinLength = 1,
+    min_supervised: MinSupervised = "1",
     trust_remote_code: TrustRemoteCode = False,
     allow_low_space: AllowLowSpace = False,
     json_: Json = False,
@@ -121,6 +130,7 @@ def run_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     out: Out,
     layers: Layers = "",
     final: Final_ = False,
+    split: Split = None,
     limit: Limit = None,
     max_length: MaxLength = None,
     overlong: OverlongOption = "reject",
@@ -128,7 +138,8 @@ def run_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     dtype: Dtype = "auto",
     columns: Columns = "",
     chat_template_kwargs: TemplateKwargs = "{}",
-    min_supervised: MinSupervised = 1,
+    min_length: MinLength = 1,
+    min_supervised: MinSupervised = "1",
     trust_remote_code: TrustRemoteCode = False,
     allow_low_space: AllowLowSpace = False,
     devices: Annotated[str, typer.Option(help="all, cpu, or GPUs by number or UUID.")] = "all",
@@ -307,8 +318,10 @@ def _verification_lines(result: Verification, *, repaired: bool) -> list[str]:
 def _options(given: dict[str, Any]) -> PlanOptions:
     """Plan options from a command's parameters. Raises ConfigError for what cannot be read."""
     overlong = _one_of("--overlong", given["overlong"], "reject", "truncate")
+    min_supervised, ratio = _parsed("--min-supervised", given["min_supervised"], _least)
     return PlanOptions(
         dataset=given["dataset"],
+        split=given["split"],
         model=given["model"],
         layers=_parsed("--layers", given["layers"], lambda text: tuple(map(int, _parts(text)))),
         final=given["final"],
@@ -321,7 +334,9 @@ def _options(given: dict[str, Any]) -> PlanOptions:
         chat_template_kwargs=_parsed(
             "--chat-template-kwargs", given["chat_template_kwargs"], _object
         ),
-        min_supervised=given["min_supervised"],
+        min_length=given["min_length"],
+        min_supervised=min_supervised,
+        min_supervised_ratio=ratio,
         trust_remote_code=given["trust_remote_code"],
         allow_low_space=given["allow_low_space"],
     )
@@ -348,6 +363,13 @@ def _parts(text: str) -> list[str]:
 
 def _columns(text: str) -> dict[str, str]:
     return dict(part.split("=", 1) for part in _parts(text))
+
+
+def _least(text: str) -> tuple[int, float]:
+    """Tokens and share that a text such as 16, 0.1 or 10% asks for; a share asks for one token too."""
+    if text.endswith("%"):
+        return 1, float(text[:-1]) / 100
+    return (1, float(text)) if "." in text else (int(text), 0.0)
 
 
 def _object(text: str) -> dict[str, Any]:

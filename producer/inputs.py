@@ -13,7 +13,7 @@ from producer.options import PlanOptions, dtypes, layer_slots
 from swathe import architectures, names
 from swathe.chat import describe_tokenizer
 from swathe.checkpoint import Checkpoint, resolve
-from swathe.dataset import Dataset, InputFile, Limits, open_dataset
+from swathe.dataset import Dataset, InputFile, Limits, for_each, open_dataset, unreadable
 from swathe.errors import ConfigError, ObjectMissingError, PlanError, RunMismatchError
 from swathe.spec import (
     Batching,
@@ -29,7 +29,11 @@ from swathe.spec import (
 from swathe.store import Store
 
 MAX_RANGE_TOKENS: Final = 4_000_000
-_HASH_CHUNK_BYTES: Final = 4 << 20
+_ROW_POLICIES: Final = (
+    "max_length", "overlong", "min_length", "min_supervised", "min_supervised_ratio",
+)  # fmt: skip
+"""Policies that decide which rows are in a run."""
+_HASH_CHUNK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +75,7 @@ def resolve_inputs(options: PlanOptions, model_roots: Sequence[Path]) -> Inputs:
     if options.limit is not None and options.limit < 1:
         msg = f"limit {options.limit}: give a positive number of rows"
         raise ConfigError(msg)
-    dataset = open_dataset(options.dataset, options.columns)
+    dataset = open_dataset(options.dataset, options.columns, split=options.split)
     checkpoint = resolve(
         options.model, model_roots=model_roots, trust_remote_code=options.trust_remote_code
     )
@@ -102,7 +106,9 @@ def resolve_inputs(options: PlanOptions, model_roots: Sequence[Path]) -> Inputs:
             vocab_rows=spec.vocab_rows,
             max_length=policies.max_length,
             overlong=policies.overlong,
+            min_length=policies.min_length,
             min_supervised=policies.min_supervised,
+            min_supervised_ratio=policies.min_supervised_ratio,
         ),
     )
 
@@ -113,33 +119,33 @@ def _policies(options: PlanOptions, max_positions: int | None) -> Policies:
     return Policies(
         max_length=min(lengths, default=None),
         overlong=options.overlong,
+        min_length=options.min_length,
         min_supervised=options.min_supervised,
+        min_supervised_ratio=options.min_supervised_ratio,
     )
 
 
 def hash_files(dataset: Dataset) -> tuple[DataFile, ...]:
     """Name, size and content hash of every file. Raises PlanError when one cannot be read."""
-    return tuple(_data_file(file) for file in dataset.files)
+    return tuple(hashed for _, hashed in for_each(dataset.files, _data_file))
 
 
 def _data_file(file: InputFile) -> DataFile:
     digest = xxhash.xxh3_128()
     try:
-        with file.path.open("rb", buffering=0) as source:
+        with file.open() as source:
             while chunk := source.read(_HASH_CHUNK_BYTES):
                 digest.update(chunk)
     except OSError as error:
-        msg = f"{file.path}: unreadable ({error.strerror or error}); nothing was planned"
-        raise PlanError(msg) from error
+        raise unreadable(file, error) from error
     return DataFile(name=file.name, size_bytes=file.size_bytes, xxh3=digest.hexdigest())
 
 
 def check_unchanged(dataset: Dataset) -> None:
     """Raise PlanError when a file was written to since the data set was opened."""
-    for file in dataset.files:
-        info = file.path.stat()
-        if (info.st_size, info.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
-            msg = f"{file.path}: changed while it was read; nothing was planned; plan again"
+    for file, unchanged in for_each(dataset.files, lambda file: file.is_unchanged):
+        if not unchanged:
+            msg = f"{file.location}: changed while it was read; nothing was planned; plan again"
             raise PlanError(msg)
 
 
@@ -167,9 +173,10 @@ def _differences(store: Store, inputs: Inputs, run: RunSpec) -> Iterator[str]:
         "limit": (run.dataset.limit, mine.limit),
         "columns": (run.dataset.columns, mine.columns),
         "content": (run.dataset.content, mine.content),
-        "max_length": (run.policies.max_length, inputs.policies.max_length),
-        "overlong": (run.policies.overlong, inputs.policies.overlong),
-        "min_supervised": (run.policies.min_supervised, inputs.policies.min_supervised),
+        **{
+            name: (getattr(run.policies, name), getattr(inputs.policies, name))
+            for name in _ROW_POLICIES
+        },
         "trust_remote_code": (
             run.model.trust_remote_code, inputs.checkpoint.spec.trust_remote_code,
         ),
@@ -202,17 +209,17 @@ def _file_differences(
     if names_now != names_then:
         yield f"data set: {len(names_then)} files in the run, {len(names_now)} here, or of other names"
         return
-    times = planned_mtimes(store)
+    versions = planned_versions(store)
     for file, then in zip(dataset.files, planned, strict=True):
         if file.size_bytes != then.size_bytes:
             yield f"data set: {file.name} has {file.size_bytes} bytes, {then.size_bytes} in the run"
-        elif times.get(file.name) != file.mtime_ns and _data_file(file) != then:
+        elif versions.get(file.name) != file.version and _data_file(file) != then:
             yield f"data set: {file.name} has other content than in the run"
 
 
-def planned_mtimes(store: Store) -> dict[str, int]:
-    """When the data files were written to last, as the plan saw it; empty where that is not known."""
+def planned_versions(store: Store) -> dict[str, str]:
+    """Which writes of the data files the plan saw; empty where that is not known."""
     with contextlib.suppress(ObjectMissingError, ValueError, KeyError, TypeError, AttributeError):
         inputs = json.loads(store.read(names.PROVENANCE))["inputs"]
-        return {name: int(entry["mtime_ns"]) for name, entry in inputs.items()}
+        return {name: str(entry["version"]) for name, entry in inputs.items()}
     return {}

@@ -19,6 +19,8 @@ class PlanOptions:
     """Options of ``swathe plan``, by the same names."""
 
     dataset: str
+    split: str | None = None
+    """SPLIT or SUBSET/SPLIT of a data set that has several."""
     model: str
     layers: tuple[int, ...] = ()
     final: bool = False
@@ -29,7 +31,9 @@ class PlanOptions:
     dtype: str = "auto"
     columns: dict[str, str] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    min_length: int = 1
     min_supervised: int = 1
+    min_supervised_ratio: float = 0.0
     trust_remote_code: bool = False
     allow_low_space: bool = False
     """Plan even when the states will not fit into the space that is free now."""

@@ -29,7 +29,7 @@ from swathe.records import RunState, RunWatcher, read_run
 from swathe.samples import Encoder, Rejected
 from swathe.spec import RunId, RunSpec, TokenFile, TokenizerSpec, Totals, fingerprint, to_json
 from swathe.store import Store
-from swathe.tokens import TokenWriter, all_keys
+from swathe.tokens import TokenWriter, all_keys, check_files
 
 __all__ = ["PlanOptions", "PlanProgress", "PlanReport", "plan"]
 
@@ -66,6 +66,7 @@ def plan(
             return report
         winner = read_run(store)
         if winner.fingerprint != spec.fingerprint:
+            check_files(store, winner)  # says that what we wrote has hurt it
             msg = f"{store.url}: another plan was made here meanwhile; it is left as it is; use another folder"
             raise RunMismatchError(msg)
         return dataclasses.replace(report, spec=winner, reused=True)
@@ -109,9 +110,10 @@ def _write(
     files = writer.close()
     check_unchanged(inputs.dataset)
     store.write(names.REJECTED, _rejected_lines(tally.rejected, as_text=writer.ids_are_text))
-    # An interrupted plan of other options may have left more files than this one has.
-    for stale in {info.key for info in store.list(names.TOKENS)} - all_keys(files):
-        store.delete(stale)
+    # An interrupted plan of other options may have left more files than this one has; a plan that won has not.
+    if store.stat(names.RUN) is None:
+        for stale in {info.key for info in store.list(names.TOKENS)} - all_keys(files):
+            store.delete(stale)
     draft = RunSpec(
         run_id=RunId(secrets.token_hex(8)),
         fingerprint="",
@@ -193,7 +195,7 @@ def _write_provenance(
         argv,
         planned_at=utc_now(),
         inputs={
-            file.name: {"size_bytes": file.size_bytes, "mtime_ns": file.mtime_ns}
+            file.name: {"size_bytes": file.size_bytes, "version": file.version}
             for file in inputs.dataset.files
         },
     )

@@ -14,7 +14,7 @@ _PACKAGES: Final = ("swathe", "numpy", "pyarrow", "safetensors", "tokenizers", "
 
 
 def provenance(
-    argv: Sequence[str], *, planned_at: str, inputs: Mapping[str, Mapping[str, int]]
+    argv: Sequence[str], *, planned_at: str, inputs: Mapping[str, Mapping[str, int | str]]
 ) -> dict[str, Any]:
     """The content of provenance.json but for what the plan itself adds."""
     return {

@@ -2,7 +2,7 @@
 
 Quick: each record's shard is there, of the recorded size, with the header the run promises. Full: all bytes are read
 once, 64 MB at a time; the hash is the recorded one, ids, masks and rows are the planned ones, every stored vector
-is finite and not all zero (a right-length file with a zeroed tail passes every weaker test), and every scale of a float8
+is finite, no sample has a slot of zeros only (a right-length file with a zeroed tail passes weaker tests), and every scale of a float8
 run is a power of two. Imported ranges keep the scales that they came with: those must be finite and positive.
 """
 
@@ -21,7 +21,7 @@ from swathe.location import at_home
 from swathe.records import RunState, RunWatcher, open_run
 from swathe.spec import FLOAT8, RangeId, RangeRecord, RunSpec
 from swathe.store import Store
-from swathe.tokens import TokenReader
+from swathe.tokens import RangeTokens, TokenReader
 
 _NOT_FINITE: Final = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000, FLOAT8: 0x7F}
 """Bits that are all set in NaN and infinity only; float8_e4m3fn has no infinity, and one NaN of each sign."""
@@ -174,11 +174,17 @@ class _Checker:
         if absent := sorted(wanted.keys() - header.tensors.keys()):
             yield f"shard has no {', '.join(absent)}"
         digest, found = xxhash.xxh3_128(), list[str]()
+        # Which vectors hold anything [T, K]. One may be all zero (a zero embedding at a sample's start stays zero
+        # through every block); a slot that is zero at every token of a sample was not computed, as the engine judges too.
+        filled: list[codec.Array] = []
         for name, first, info, data in _pieces(self._store, record.shard or "", header):
             digest.update(data)
             if name == names.STATES_TENSOR:
                 states = codec.to_array(info, data)
-                found.extend(_bad_vectors(states, self._spec.stored_dtype, first))
+                bits = states.view(_BITS[self._spec.stored_dtype])
+                found.extend(_not_finite(bits, _NOT_FINITE[self._spec.stored_dtype], first))
+                # The sign bit does not make a zero a value.
+                filled.append(np.any(bits << 1, axis=2))
             elif name == names.SCALES_TENSOR:
                 imported = record.worker == names.IMPORTER
                 found.extend(_bad_scales(codec.to_array(info, data), powers_of_two=not imported))
@@ -187,6 +193,8 @@ class _Checker:
         if digest.hexdigest() != record.xxh3:
             yield "content does not have the recorded hash"
         yield from found
+        if filled and len(planned.rows):
+            yield from _empty_slots(np.concatenate(filled), planned)
 
 
 def _pieces(
@@ -207,18 +215,20 @@ def _pieces(
             yield name, first, info, store.read_range(key, info.offset, info.size_bytes)
 
 
-def _bad_vectors(states_TKH: codec.Array, dtype: str, first: int) -> Iterator[str]:
-    """Name the first vector that is not finite or is all zero. Works on raw bits: numpy has no bfloat16."""
-    bits = states_TKH.view(_BITS[dtype])
-    special = _NOT_FINITE[dtype]
-    infinite = ((bits & special) == special).any(axis=2)
+def _not_finite(bits_TKH: codec.Array, special: int, first: int) -> Iterator[str]:
+    """Name the first vector that is not finite. Works on raw bits: numpy has no bfloat16."""
+    infinite = ((bits_TKH & special) == special).any(axis=2)
     if infinite.any():
         token, slot = np.argwhere(infinite)[0]
         yield f"token {first + token} slot {slot} holds NaN or infinity"
-    zero = ~(bits << 1).any(axis=2)  # the sign bit does not make a zero a value
-    if zero.any():
-        token, slot = np.argwhere(zero)[0]
-        yield f"token {first + token} slot {slot} is all zeros"
+
+
+def _empty_slots(filled_TK: codec.Array, planned: RangeTokens) -> Iterator[str]:
+    """Name the first sample that has a slot of zeros only."""
+    empty = ~np.logical_or.reduceat(filled_TK, planned.offsets[:-1], axis=0)
+    if empty.any():
+        sample, slot = np.argwhere(empty)[0]
+        yield f"row {planned.rows[sample]} slot {slot} is zero at every token"
 
 
 def _bad_scales(scales_TK: codec.Array, *, powers_of_two: bool) -> Iterator[str]:

@@ -137,8 +137,11 @@ class Policies:
 
     max_length: int | None = None
     overlong: Overlong = "reject"
+    min_length: int = 1
     min_supervised: int = 1
     """Rows with fewer tokens under the loss mask are rejected: a drafter learns nothing from them."""
+    min_supervised_ratio: float = 0.0
+    """The same as a share of the row's tokens."""
     max_quarantined_ratio: float = 0.001
 
 

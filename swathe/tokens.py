@@ -5,8 +5,8 @@ A file ``tokens/00000.safetensors`` holds whole ranges of about four million tok
     input_ids int32 [T]   loss_mask uint8 [T]   offsets int64 [n + 1], from 0   row int64 [n]
     range_starts int64 [m + 1]   index in the file of each range's first sample, and n
 
-so a range is one contiguous slice of ``input_ids`` and one of ``loss_mask``: two ranged reads, once the file's
-index (header, offsets, rows: about 200 KB) is known.
+so a range is one contiguous slice of ``input_ids`` and one of ``loss_mask``. Workers come through a file in order and
+read it whole, one request for its hundred ranges.
 """
 
 import io
@@ -19,9 +19,10 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from swathe import codec, names
-from swathe.errors import FormatError, IntegrityError, ObjectMissingError
+from swathe.errors import ObjectMissingError, RunMismatchError
 from swathe.samples import (
     TEXT_IDS,
     Int32,
@@ -37,7 +38,7 @@ from swathe.store import Store
 
 FILE_TOKENS: Final = 4_000_000
 """A file is closed with the range that brings it here: 20 MB, read whole in no time, few in number."""
-_CACHED_FILES: Final = 8
+_HELD_FILES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,105 +176,94 @@ class TokenWriter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Index:
-    """What must be known of a file before one of its ranges can be read."""
+class _Tokens:
+    """A token file in memory, proven to be the planned one."""
 
-    header: codec.Header
+    input_ids: Int32
+    loss_mask: UInt8
     offsets: Int64
     rows: Int64
     range_starts: Int64
 
 
 class TokenReader:
-    """Reads planned ranges; keeps the indexes of the files it read last. Safe to use from several threads."""
+    """Reads planned ranges; holds the files it read last. Safe to use from several threads.
+
+    A file is read whole and must have the hash that run.json records: two plans at once in one folder write under the
+    same names, and a range of the other plan's tokens would look like any other.
+    """
 
     def __init__(self, store: Store, spec: RunSpec) -> None:
         self._store = store
         self._spec = spec
-        self._indexes: OrderedDict[str, _Index] = OrderedDict()
+        self._held: OrderedDict[str, _Tokens] = OrderedDict()
         self._lock = threading.Lock()
 
     def read_range(self, range_id: RangeId) -> RangeTokens:
-        """The samples of a range.
+        """The samples of a range, views of the file that is held.
 
-        Raises FormatError for a range outside the plan, IntegrityError when a file is missing or is not the
-        planned one, StoreError when the store does not give it now.
+        Raises FormatError for a range outside the plan, RunMismatchError when its file is missing or is not the
+        planned one (no range can be blamed for that), StoreError when the store does not give it now.
         """
         file = self._spec.token_file_of(range_id)
-        index = self._index(file)
+        with self._lock:
+            tokens = self._held.pop(file.name, None) or _read_tokens(self._store, file)
+            self._held[file.name] = tokens
+            while len(self._held) > _HELD_FILES:
+                self._held.popitem(last=False)
         place = range_id - file.first_range
-        first, stop = (int(at) for at in index.range_starts[place : place + 2])
-        start, end = int(index.offsets[first]), int(index.offsets[stop])
+        first, stop = (int(at) for at in tokens.range_starts[place : place + 2])
+        start, end = int(tokens.offsets[first]), int(tokens.offsets[stop])
         return RangeTokens(
             range_id=range_id,
-            rows=index.rows[first:stop],
-            offsets=index.offsets[first : stop + 1] - start,
-            input_ids=self._tensor(file, index.header, "input_ids", (start, end)),
-            loss_mask=self._tensor(file, index.header, "loss_mask", (start, end)),
+            rows=tokens.rows[first:stop],
+            offsets=tokens.offsets[first : stop + 1] - start,
+            input_ids=tokens.input_ids[start:end],
+            loss_mask=tokens.loss_mask[start:end],
         )
 
-    def _index(self, file: TokenFile) -> _Index:
-        with self._lock:
-            if file.name in self._indexes:
-                self._indexes.move_to_end(file.name)
-                return self._indexes[file.name]
-        index = self._read_index(file)
-        with self._lock:
-            self._indexes[file.name] = index
-            while len(self._indexes) > _CACHED_FILES:
-                self._indexes.popitem(last=False)
-        return index
 
-    def _read_index(self, file: TokenFile) -> _Index:
-        info = self._store.stat(file.name)
-        if info is None or info.size_bytes != file.size_bytes:
-            found = "it is not there" if info is None else f"it has {info.size_bytes} bytes"
-            raise self._damaged(file, f"{found}, the plan wrote {file.size_bytes}")
-        try:
-            header = codec.read_header(
-                lambda at, size: self._store.read_range(file.name, at, size), origin=file.name
-            )
-        except (FormatError, ObjectMissingError) as error:
-            raise self._damaged(file, str(error)) from error
-        shapes = {
-            "input_ids": ("int32", (file.tokens,)),
-            "loss_mask": ("uint8", (file.tokens,)),
-            "offsets": ("int64", (file.samples + 1,)),
-            "row": ("int64", (file.samples,)),
-            "range_starts": ("int64", (file.ranges + 1,)),
-        }
-        found_shapes = {name: (info.dtype, info.shape) for name, info in header.tensors.items()}
-        if found_shapes != shapes or header.size_bytes != file.size_bytes:
-            raise self._damaged(file, "its tensors are not those of the plan")
-        index = _Index(
-            header=header,
-            offsets=self._tensor(file, header, "offsets"),
-            rows=self._tensor(file, header, "row"),
-            range_starts=self._tensor(file, header, "range_starts"),
-        )
-        self._check(file, index)
-        return index
+def _read_tokens(store: Store, file: TokenFile) -> _Tokens:
+    data = memoryview(_read_file(store, file))
+    header = codec.read_header(lambda at, size: bytes(data[at : at + size]), origin=file.name)
 
-    def _check(self, file: TokenFile, index: _Index) -> None:
-        """Refuse an index that would cut samples in the wrong places."""
-        for array, last in ((index.offsets, file.tokens), (index.range_starts, file.samples)):
-            if array[0] != 0 or array[-1] != last or bool((np.diff(array) <= 0).any()):
-                raise self._damaged(file, "its offsets do not ascend from 0 to its end")
-
-    def _tensor(
-        self, file: TokenFile, header: codec.Header, name: str, part: tuple[int, int] | None = None
-    ) -> Any:
+    def tensor(name: str) -> Any:
         info = header.tensors[name]
-        if part is not None:
-            info = codec.slice_rows(info, *part)
-        return codec.to_array(info, self._store.read_range(file.name, info.offset, info.size_bytes))
+        return codec.to_array(info, data[info.offset : info.offset + info.size_bytes])
 
-    def _damaged(self, file: TokenFile, reason: str) -> IntegrityError:
-        msg = (
-            f"{self._store.url}/{file.name}: planned tokens are damaged: {reason}; its ranges cannot be computed; "
-            "copy the file back, or plan the run again in another folder"
-        )
-        return IntegrityError(msg, key=file.name)
+    return _Tokens(
+        input_ids=tensor("input_ids"),
+        loss_mask=tensor("loss_mask"),
+        offsets=tensor("offsets"),
+        rows=tensor("row"),
+        range_starts=tensor("range_starts"),
+    )
+
+
+def _read_file(store: Store, file: TokenFile) -> bytes:
+    """All bytes of a token file. Raises RunMismatchError when they are not those that the plan wrote."""
+    try:
+        data = store.read(file.name)
+    except ObjectMissingError:
+        problem = "it is not there"
+    else:
+        if xxhash.xxh3_128_hexdigest(data) == file.xxh3:
+            return data
+        problem = f"it has {len(data)} bytes, {file.size_bytes} planned"
+        if len(data) == file.size_bytes:
+            problem = "its content has another hash than run.json records"
+    msg = (
+        f"{store.url}/{file.name}: not the tokens that this run was planned with: {problem}; its ranges are not computed; "
+        "it is damaged, or another plan was made here at the same time: copy the file back, or plan the run again in "
+        "another folder"
+    )
+    raise RunMismatchError(msg)
+
+
+def check_files(store: Store, spec: RunSpec) -> None:
+    """Read all token files of a run. Raises RunMismatchError when one is missing or is not the planned one."""
+    for file in spec.token_files:
+        _read_file(store, file)
 
 
 def read_range(store: Store, spec: RunSpec, range_id: RangeId) -> RangeTokens:

@@ -301,6 +301,24 @@ def test_texts_are_supervised_whole(tokenizer):
     assert TextEncoder(tokenizer)([""])[0].input_ids.shape == (0,)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "a\x00b",
+        "\ufeffx",
+        "a\u2028b\x85",
+        "e\u0301\u202e",
+        "\U0001f468\u200d\U0001f469",
+        "\uffff\U0010ffff",
+    ],
+)
+def test_odd_unicode_is_tokenized_and_masked_character_by_character(tokenizer, odd):
+    (text,) = TextEncoder(tokenizer)([odd])
+    assert tokenizer.decode(text.input_ids) == odd
+    (sample,) = encoder(tokenizer, CHATML)([chat(odd, odd)])
+    assert supervised(tokenizer, sample) == [f"{odd}<|im_end|>"]
+
+
 def test_a_template_that_writes_the_date_is_reported(tokenizer):
     dated = "{{ strftime_now('%d') if not date_string else date_string }}" + CHATML
     assert "today's date" in encoder(tokenizer, dated).warnings[0]

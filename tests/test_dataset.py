@@ -166,6 +166,32 @@ def test_too_few_supervised_tokens_are_rejected_by_the_policy(tmp_path):
     assert list(read(open_dataset(path), Limits(vocab_rows=9, min_supervised=0))[0]) == [0, 1, 2]
 
 
+def test_too_small_a_share_of_supervised_tokens_is_rejected_after_the_cut(tmp_path):
+    masks = [[1] * 7 + [0] * 93, [1] * 6 + [0] * 94, [0] * 100 + [1] * 9, [1], [0]]
+    rows = [{"input_ids": [1] * len(m), "loss_mask": m} for m in masks]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    limits = Limits(vocab_rows=9, min_supervised_ratio=0.07, max_length=100, overlong="truncate")
+    samples, rejected = read(open_dataset(path), limits)
+    assert list(samples) == [0, 3]  # 0.07 of 100 tokens are 7, not 7.000000000000001
+    assert [reason for _, reason in rejected.values()] == [
+        "too few supervised tokens (6, 7 wanted)",
+        "too few supervised tokens (0, 7 wanted)",
+        "too few supervised tokens (0, 1 wanted)",
+    ]
+    every = Limits(vocab_rows=9, min_supervised_ratio=1.0)
+    assert list(read(open_dataset(path), every)[0]) == [3]
+
+
+def test_short_rows_are_rejected_by_the_policy(tmp_path):
+    rows = [{"input_ids": [1] * n} for n in (3, 2, 1, 0)]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    samples, rejected = read(open_dataset(path), Limits(vocab_rows=9, min_length=3))
+    assert list(samples) == [0]
+    assert [reason for _, reason in rejected.values()] == [
+        "too short (2 tokens, 3 wanted)", "too short (1 tokens, 3 wanted)", "empty",
+    ]  # fmt: skip
+
+
 def test_a_folder_of_parquet_is_read_in_sorted_order_across_row_groups(tmp_path):
     expected = []
     for name, first in (("b/1.parquet", 50), ("a/9.parquet", 0), ("a/8.parquet", 20)):
@@ -348,9 +374,9 @@ def test_a_saved_folder_of_datasets_is_read(tmp_path):
     ("name", "says"),
     [
         ("none.jsonl", "no such file or folder; check the path"),
-        ("s3://bucket/d", "copy it to a local folder"),
+        ("gs://bucket/d", "give a path, an s3:// URL or a hub id"),
         ("d.csv", ".csv is not read"),
-        ("empty", "a folder without .parquet files"),
+        ("empty", "nothing there that ends in .jsonl, .jsonl.gz, .jsonl.zst, .parquet"),
         ("bad.parquet", "unreadable"),
         ("empty.jsonl", "no rows"),
     ],
@@ -370,6 +396,13 @@ def test_what_is_no_data_set_is_one_clear_line(tmp_path, monkeypatch, name, says
 def test_limits_that_make_no_sense_are_refused():
     with pytest.raises(ConfigError, match="max_length 0"):
         Limits(vocab_rows=1, max_length=0)
+    with pytest.raises(ConfigError, match="min_length 0"):
+        Limits(vocab_rows=1, min_length=0)
+    with pytest.raises(ConfigError, match="min_length 9 is more than max_length 8"):
+        Limits(vocab_rows=1, min_length=9, max_length=8)
+    for ratio in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="min_supervised_ratio"):
+            Limits(vocab_rows=1, min_supervised_ratio=ratio)
 
 
 def test_a_thousand_random_rows_are_judged_like_a_plain_loop_judges_them(tmp_path):

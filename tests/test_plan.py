@@ -223,6 +223,8 @@ def test_a_data_set_that_was_only_touched_or_moved_is_the_same(made, tmp_path):
         ({"max_length": 20}, "max_length: 64 in the run, 20 asked for"),
         ({"range_tokens": 10}, "range_tokens: 300 in the run, 10 asked for"),
         ({"min_supervised": 2}, "min_supervised: 1 in the run, 2 asked for"),
+        ({"min_supervised_ratio": 0.5}, r"min_supervised_ratio: 0\.0 in the run, 0\.5 asked for"),
+        ({"min_length": 2}, "min_length: 1 in the run, 2 asked for"),
     ],
 )
 def test_other_options_are_refused_and_the_run_is_kept(made, change, says):
@@ -369,6 +371,27 @@ def test_two_plans_at_once_make_one_run(made, monkeypatch):
     assert report.reused
     assert report.spec == winner
     planned(store)
+
+
+def test_the_loser_of_two_plans_of_other_inputs_says_that_it_hurt_the_winner(made, monkeypatch):
+    _, options = made
+    store, other = MemoryStore(), MemoryStore()
+    winner = plan(other, dataclasses.replace(options, limit=400)).spec
+    create = store.create
+
+    def lost(key, data):
+        create(key, other.read(names.RUN))
+        return create(key, data)
+
+    monkeypatch.setattr(store, "create", lost)
+    with pytest.raises(RunMismatchError, match=r"tokens/00000\.safetensors: not the tokens that"):
+        plan(store, options)
+    for file in winner.token_files:  # the winner wrote after us
+        store.write(file.name, [other.read(file.name)])
+    monkeypatch.setattr(plan_module, "TokenWriter", lambda _: TokenWriter(MemoryStore()))
+    store.delete(names.RUN)
+    with pytest.raises(RunMismatchError, match="another plan was made here meanwhile"):
+        plan(store, options)
 
 
 def test_progress_is_told(made):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from swathe import names
-from swathe.errors import FormatError, IntegrityError
+from swathe.errors import FormatError, RunMismatchError
 from swathe.samples import SampleBlock, offsets_of
 from swathe.spec import (
     Batching,
@@ -23,7 +24,7 @@ from swathe.spec import (
     Totals,
 )
 from swathe.store.memory import MemoryStore
-from swathe.tokens import TokenReader, TokenWriter, read_range
+from swathe.tokens import TokenReader, TokenWriter, check_files, read_range
 
 
 def block_of(lengths, first_row=0, ids=None):
@@ -121,31 +122,62 @@ def test_a_range_outside_the_plan_is_refused():
         read_range(store, write_two_files(store), RangeId(5))
 
 
-def test_cut_missing_and_exchanged_files_are_named():
+@pytest.mark.parametrize("harm", ["cut", "another plan's", "one bit", "removed"])
+def test_a_file_that_is_not_the_planned_one_is_named_and_no_range_is_blamed(harm):
     store = MemoryStore()
     spec = write_two_files(store)
-    first, second = (f.name for f in spec.token_files)
-    data = store.read(first)
-    store.write(first, [data[:-1]])
-    with pytest.raises(IntegrityError, match=r"tokens/00000\.safetensors") as caught:
-        read_range(store, spec, RangeId(0))
-    assert caught.value.key == first
-    store.write(first, [store.read(second)])
-    exchanged = dataclasses.replace(spec.token_files[0], size_bytes=spec.token_files[1].size_bytes)
-    with pytest.raises(IntegrityError, match="not those of the plan"):
-        read_range(store, spec_of((exchanged, spec.token_files[1])), RangeId(0))
-    store.delete(first)
-    with pytest.raises(IntegrityError, match="not there"):
-        read_range(store, spec, RangeId(0))
+    first = spec.token_files[0]
+    data = store.read(first.name)
+    if harm == "cut":
+        store.write(first.name, [data[:-1]])
+    elif harm == "another plan's":
+        writer = TokenWriter(store, file_tokens=20)
+        block = block_of([3, 4, 5, 6])
+        other = dataclasses.replace(block, input_ids=block.input_ids + np.int32(1))
+        writer.add(other, np.array([0, 2, 3]))
+        writer.add(block_of([7, 8], first_row=4, ids=["x", "y"]), np.array([0, 1]))
+        other = writer.close()[0]
+        assert (other.name, other.size_bytes) == (first.name, first.size_bytes)
+    elif harm == "one bit":
+        store.write(first.name, [data[:-1] + bytes([data[-1] ^ 1])])
+    else:
+        store.delete(first.name)
+    says = {"cut": "bytes, [0-9]+ planned", "removed": "not there"}.get(harm, "another hash")
+    reader = TokenReader(store, spec)
+    with pytest.raises(RunMismatchError, match=rf"tokens/00000\.safetensors: .*{says}"):
+        reader.read_range(RangeId(0))
+    with pytest.raises(RunMismatchError):
+        check_files(store, spec)
+    assert len(reader.read_range(RangeId(4)).rows) == 1, "ranges of other files are as they were"
+    store.write(first.name, [data])
+    assert len(reader.read_range(RangeId(0)).rows) == 2
+    check_files(store, spec)
 
 
-def test_offsets_that_do_not_ascend_are_refused():
-    store = MemoryStore()
+def test_a_file_is_read_once_for_all_of_its_ranges_by_all_threads():
+    class Counting(MemoryStore):
+        reads = 0
+
+        def read(self, key):
+            self.reads += 1
+            return super().read(key)
+
+    store = Counting()
     spec = write_two_files(store)
-    first = spec.token_files[0].name
-    data = store.read(first).replace(
-        np.array([0, 3, 7, 12, 18]).tobytes(), np.array([0, 7, 3, 12, 18]).tobytes()
-    )
-    store.write(first, [data])
-    with pytest.raises(IntegrityError, match="ascend"):
-        read_range(store, spec, RangeId(0))
+    reader = TokenReader(store, spec)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(reader.read_range, list(spec.range_ids) * 20))
+    assert [t.range_id for t in found] == list(spec.range_ids) * 20
+    assert store.reads == 2
+
+
+def test_no_more_than_a_few_files_are_held():
+    store = MemoryStore()
+    writer = TokenWriter(store, file_tokens=1)
+    writer.add(block_of([2] * 12), np.arange(12))
+    spec = spec_of(writer.close())
+    assert len(spec.token_files) == 12
+    reader = TokenReader(store, spec)
+    for range_id in [*spec.range_ids, *reversed(spec.range_ids)]:
+        assert reader.read_range(range_id).rows.tolist() == [range_id]
+        assert len(reader._held) <= 4

@@ -60,6 +60,11 @@ def zero_row(arrays: Arrays) -> None:
     arrays["hidden_states"][3, 1] = [0, 128] * 8  # -0 is no value either
 
 
+def zero_sample(arrays: Arrays) -> None:
+    first, stop = arrays["offsets"][1:3]
+    arrays["hidden_states"][first:stop, 1] = [0, 128] * 8
+
+
 def test_a_right_run_passes(store: LocalStore) -> None:
     assert verify(store, full=True).ok
     rewrite(store, lambda _arrays: None)
@@ -71,7 +76,7 @@ def test_a_right_run_passes(store: LocalStore) -> None:
     [
         (put("hidden_states", (3, 1, 5), 0x7F), "token 3 slot 1 holds NaN or infinity"),
         (put("hidden_states", (3, 1, 5), 0xFF), "token 3 slot 1 holds NaN"),
-        (zero_row, "token 3 slot 1 is all zeros"),
+        (zero_sample, "slot 1 is zero at every token"),
         (put("hidden_states_scales", (4, 2), 0.75), "slot 2 has scale 0.75, not a power of two"),
         (put("hidden_states_scales", (4, 2), 0.0), "token 4 slot 2 has scale 0.0"),
         (put("hidden_states_scales", (4, 2), -0.5), "token 4 slot 2 has scale -0.5"),
@@ -87,6 +92,11 @@ def test_values_that_cannot_be_are_named(
     found = verify(store, full=True)
     assert list(found.damaged) == [RANGE]
     assert says in found.damaged[RANGE]
+
+
+def test_one_vector_may_be_zero(store: LocalStore) -> None:
+    rewrite(store, zero_row)
+    assert verify(store, full=True).ok
 
 
 def test_the_largest_codes_are_values(store: LocalStore) -> None:

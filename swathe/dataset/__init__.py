@@ -6,8 +6,10 @@ in batches of a few megabytes, so memory does not grow with the data set, with a
 """
 
 from swathe.dataset.checks import Limits
+from swathe.dataset.columns import Columns
+from swathe.dataset.files import InputFile, for_each, unreadable
 from swathe.dataset.reading import SampleStep, read_samples
-from swathe.dataset.source import Columns, Dataset, InputFile, open_dataset
+from swathe.dataset.source import Dataset, open_dataset
 
 __all__ = [
     "Columns",
@@ -15,6 +17,8 @@ __all__ = [
     "InputFile",
     "Limits",
     "SampleStep",
+    "for_each",
     "open_dataset",
     "read_samples",
+    "unreadable",
 ]

@@ -24,14 +24,22 @@ class Limits:
     vocab_rows: int
     max_length: int | None = None
     overlong: Overlong = "reject"
+    min_length: int = 1
     min_supervised: int = 1
+    min_supervised_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "min_supervised"):
+        if not 0 <= self.min_supervised_ratio <= 1:
+            msg = f"min_supervised_ratio {self.min_supervised_ratio}: give a share from 0 to 1"
+            raise ConfigError(msg)
+        for name in ("max_length", "min_length", "min_supervised"):
             value = getattr(self, name)
-            if value is not None and value < (1 if name == "max_length" else 0):
+            if value is not None and value < (0 if name == "min_supervised" else 1):
                 msg = f"{name} {value} makes no sense; give a positive number"
                 raise ConfigError(msg)
+        if self.max_length is not None and self.min_length > self.max_length:
+            msg = f"min_length {self.min_length} is more than max_length {self.max_length}: no row could stay"
+            raise ConfigError(msg)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,22 +72,31 @@ def judge(raw: RawRows, limits: Limits) -> tuple[SampleBlock, list[Rejected]]:
         for place in np.flatnonzero(lengths > limits.max_length).tolist():
             reason = f"too long ({lengths[place]} tokens, {limits.max_length} allowed)"
             raw.reasons.setdefault(place, reason)
-    block, kept = _keep(raw, limits.max_length)
-    if len(block):
-        supervised = np.add.reduceat(block.loss_mask, block.offsets[:-1], dtype=np.int64)
-        few = np.flatnonzero(supervised < limits.min_supervised)
-        for place in few.tolist():
-            reason = (
-                f"too few supervised tokens ({supervised[place]}, {limits.min_supervised} wanted)"
-            )
-            raw.reasons[int(kept[place])] = reason
-        if len(few):
-            block = block.take(np.flatnonzero(supervised >= limits.min_supervised))
+    for place in np.flatnonzero(lengths < limits.min_length).tolist():
+        reason = f"too short ({lengths[place]} tokens, {limits.min_length} wanted)"
+        raw.reasons.setdefault(place, reason)
+    block = _judge_supervised(raw, limits)
     rejected = [
         Rejected(row=int(raw.row[place]), id=raw.ids[place].as_py(), reason=raw.reasons[place])
         for place in sorted(raw.reasons)
     ]
     return block, rejected
+
+
+def _judge_supervised(raw: RawRows, limits: Limits) -> SampleBlock:
+    """The rows without a reason, cut to the longest length, less those of which too little is supervised then."""
+    block, kept = _keep(raw, limits.max_length)
+    if not len(block):
+        return block
+    supervised = np.add.reduceat(block.loss_mask, block.offsets[:-1], dtype=np.int64)
+    # 0.07 of 100 tokens are 7, whatever the product rounds to.
+    share = np.ceil(limits.min_supervised_ratio * block.lengths - 1e-6).astype(np.int64)
+    wanted = np.maximum(share, limits.min_supervised)
+    few = supervised < wanted
+    for place in np.flatnonzero(few).tolist():
+        found, enough = supervised[place], wanted[place]
+        raw.reasons[int(kept[place])] = f"too few supervised tokens ({found}, {enough} wanted)"
+    return block.take(np.flatnonzero(~few)) if few.any() else block
 
 
 def _judge_values(raw: RawRows, vocab_rows: int) -> None:
@@ -91,10 +108,10 @@ def _judge_values(raw: RawRows, vocab_rows: int) -> None:
     elif len(values) == 0 or (int(values.min()) >= 0 and int(values.max()) < vocab_rows):
         return
     for place, position in _first_of_rows(raw.offsets, (values < 0) | (values >= vocab_rows)):
-        at = position - int(raw.offsets[place])
+        at, value = position - int(raw.offsets[place]), values[position].item()
+        shown = f"{value:.0f}" if isinstance(value, float) else value
         reason = (
-            f"input id {values[position]:.0f} at position {at} is out of range: "
-            f"the model has {vocab_rows} rows"
+            f"input id {shown} at position {at} is out of range: the model has {vocab_rows} rows"
         )
         raw.reasons.setdefault(place, reason)
 

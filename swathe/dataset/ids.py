@@ -25,23 +25,34 @@ def ids_of_rows(row: Int64) -> pa.Array:
 
 def ids_of_column(column: pa.Array, row: Int64) -> pa.Array:
     """The ids of a column of any type."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
     kind, types = column.type, pa.types
     if types.is_null(kind):
         return ids_of_rows(row)
     if types.is_integer(kind):
-        try:
-            return pc.fill_null(column.cast(INT_IDS), ids_of_rows(row))
-        except pa.ArrowInvalid:  # uint64 beyond int64
-            return pc.fill_null(column.cast(TEXT_IDS), ids_of_rows(row).cast(TEXT_IDS))
-    if types.is_string(kind) or types.is_large_string(kind):
+        return _integer_ids(column, row)
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return _text_ids(column, row)
     if types.is_floating(kind):
-        # One null row turns the integers of a whole file into floats on the way through pandas.
-        values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-        missing = column.is_null().to_numpy(zero_copy_only=False) | np.isnan(values)
-        values = np.where(missing, 0.0, values)
-        if bool((np.abs(values) < _HIGH).all() and (values == np.floor(values)).all()):
-            return pa.array(np.where(missing, row, values.astype(np.int64)), INT_IDS)
+        return _float_ids(column, row)
+    return ids_of_values(column.to_pylist(), row)
+
+
+def _integer_ids(column: pa.Array, row: Int64) -> pa.Array:
+    try:
+        return pc.fill_null(column.cast(INT_IDS), ids_of_rows(row))
+    except pa.ArrowInvalid:  # uint64 beyond int64
+        return pc.fill_null(column.cast(TEXT_IDS), ids_of_rows(row).cast(TEXT_IDS))
+
+
+def _float_ids(column: pa.Array, row: Int64) -> pa.Array:
+    # One null row turns the integers of a whole file into floats on the way through pandas.
+    values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    missing = column.is_null().to_numpy(zero_copy_only=False) | np.isnan(values)
+    values = np.where(missing, 0.0, values)
+    if bool((np.abs(values) < _HIGH).all() and (values == np.floor(values)).all()):
+        return pa.array(np.where(missing, row, values.astype(np.int64)), INT_IDS)
     return ids_of_values(column.to_pylist(), row)
 
 
@@ -72,5 +83,8 @@ def _plain(value: Any, row: int) -> int | str:
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value if _LOW <= value < _HIGH else str(value)
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, bytes):
+        return value.decode(errors="backslashreplace")
+    is_json = isinstance(value, bool | list | dict)
+    text = json.dumps(value, ensure_ascii=False, default=str) if is_json else str(value)
     return text.encode(errors="backslashreplace").decode()

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from swathe.dataset.checks import Limits, RawRows, Values, judge
 from swathe.dataset.ids import ids_of_column, ids_of_rows, ids_of_values
-from swathe.dataset.jsonl import read_objects
+from swathe.dataset.jsonl import JsonRow, read_objects
 from swathe.dataset.source import Dataset
 from swathe.dataset.tables import Flat, Undecodable, flatten, read_batches, to_values
 from swathe.errors import PlanError
@@ -134,25 +134,28 @@ def _joined(
 def _json_raw(
     dataset: Dataset, encode: Encoder | None, max_rows: int | None
 ) -> Iterator[tuple[RawRows, float]]:
-    (file,) = dataset.files
-    first, done = 0, 0
+    first, size_bytes = 0, 0
     pending: list[dict[str, Any] | str] = []
-    size_bytes = 0
-    try:
-        for value in read_objects(file.path):
-            if max_rows is not None and first + len(pending) >= max_rows:
-                break
-            pending.append(value.row)
-            size_bytes += value.size_bytes
-            if len(pending) >= _JSON_BATCH_ROWS or size_bytes >= _JSON_BATCH_BYTES:
-                done += size_bytes
-                yield _json_batch(dataset, first, pending, encode), done / file.size_bytes
-                first, pending, size_bytes = first + len(pending), [], 0
-    except OSError as error:
-        msg = f"{file.path}: unreadable ({error.strerror or error}); nothing was planned"
-        raise PlanError(msg) from error
+    for value, fraction in _json_rows(dataset):
+        if max_rows is not None and first + len(pending) >= max_rows:
+            break
+        pending.append(value.row)
+        size_bytes += value.size_bytes
+        if len(pending) >= _JSON_BATCH_ROWS or size_bytes >= _JSON_BATCH_BYTES:
+            yield _json_batch(dataset, first, pending, encode), fraction
+            first, pending, size_bytes = first + len(pending), [], 0
     if pending:
         yield _json_batch(dataset, first, pending, encode), 1.0
+
+
+def _json_rows(dataset: Dataset) -> Iterator[tuple[JsonRow, float]]:
+    """All files' rows, with the fraction of the data set that is read."""
+    total = sum(file.size_bytes for file in dataset.files) or 1
+    done = 0
+    for file in dataset.files:
+        for value in read_objects(file):
+            yield value, (done + value.fraction * file.size_bytes) / total
+        done += file.size_bytes
 
 
 def _json_batch(
@@ -161,7 +164,8 @@ def _json_batch(
     columns = dataset.columns
     row = np.arange(first, first + len(rows), dtype=np.int64)
     objects: list[dict[str, Any]] = [value if isinstance(value, dict) else {} for value in rows]
-    ids = ids_of_values([value.get(columns.id or "") for value in objects], row)
+    # Ids that begin after the first rows are ids all the same.
+    ids = ids_of_values([value.get(columns.id or "id") for value in objects], row)
     broken = {place: value for place, value in enumerate(rows) if isinstance(value, str)}
     data = [value.get(columns.data) for value in objects]
     if encode is not None and columns.content != "input_ids":
@@ -184,6 +188,8 @@ def _json_tokens(
             reasons[place], items = items, _NOTHING
         parts.append(items)
         if mask is None:
+            if "loss_mask" in objects[place]:
+                reasons.setdefault(place, "has a loss_mask, which the file's first rows lack")
             continue
         flags = _numbers(objects[place].get(mask), "loss_mask", booleans=True)
         if isinstance(flags, str):

@@ -10,7 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from swathe.dataset.checks import Values
-from swathe.dataset.source import Dataset, InputFile, unreadable
+from swathe.dataset.files import InputFile, unreadable
+from swathe.dataset.source import Dataset
 from swathe.samples import Int64
 
 _BATCH_BYTES: Final = 32_000_000
@@ -41,20 +42,32 @@ def read_batches(dataset: Dataset) -> Iterator[tuple[pa.RecordBatch, float]]:
             for batch, fraction in reader(file, dataset.columns.names):
                 yield batch, (done + fraction * file.size_bytes) / total
         except (pa.ArrowException, OSError) as error:
-            raise unreadable(file.path, error) from error
+            raise unreadable(file, error) from error
         done += file.size_bytes
 
 
 def _parquet_batches(file: InputFile, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, float]]:
+    with file.open(whole=False) as stored:
+        metadata = pq.read_metadata(stored)
     # Buffered streams and small batches: a row group of gigabytes is decoded page by page, never held whole.
-    with pq.ParquetFile(file.path, pre_buffer=False, buffer_size=_BUFFER_BYTES) as source:
+    with (
+        file.open(edges=_chunk_starts(metadata)) as stored,
+        pq.ParquetFile(
+            stored, metadata=metadata, pre_buffer=False, buffer_size=_BUFFER_BYTES
+        ) as source,
+    ):
         names = [name for name in columns if name in source.schema_arrow.names]
-        total, rows = max(source.metadata.num_rows, 1), 0
-        for batch in source.iter_batches(
-            batch_size=_batch_rows(source.metadata, names), columns=names
-        ):
+        total, rows = max(metadata.num_rows, 1), 0
+        for batch in source.iter_batches(batch_size=_batch_rows(metadata, names), columns=names):
             rows += batch.num_rows
             yield batch, rows / total
+
+
+def _chunk_starts(metadata: Any) -> list[int]:
+    """Where the columns of each row group begin in the file."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+    return [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in chunks]
 
 
 def _batch_rows(metadata: Any, names: list[str]) -> int:
@@ -71,7 +84,7 @@ def _batch_rows(metadata: Any, names: list[str]) -> int:
 
 
 def _stream_batches(file: InputFile, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, float]]:
-    with pa.OSFile(str(file.path)) as source:
+    with file.open() as source:
         names = pa.ipc.open_stream(source).schema.names
         source.seek(0)
         fields = [names.index(name) for name in columns if name in names]
@@ -91,8 +104,8 @@ def flatten(column: pa.Array) -> Flat:
             null_rows=np.arange(len(column)),
             rows_with_null_items=nothing,
         )
-    if pa.types.is_fixed_size_list(column.type):
-        column = column.cast(pa.list_(column.type.value_type))
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        column = column.cast(pa.large_list(column.type.value_type))
     offsets = column.offsets.to_numpy().astype(np.int64)
     items = column.values.slice(offsets[0], offsets[-1] - offsets[0])
     offsets -= offsets[0]

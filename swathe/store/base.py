@@ -16,6 +16,8 @@ class ObjectInfo:
     size_bytes: int
     modified_s: float
     """Unix time of the last write, by the store's clock."""
+    tag: str = ""
+    """Another one after each change of the content (an ETag), where the store has such."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

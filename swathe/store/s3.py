@@ -106,6 +106,7 @@ class S3Store:
             key=key,
             size_bytes=head["ContentLength"],
             modified_s=head["LastModified"].timestamp(),
+            tag=head["ETag"],
         )
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -118,6 +119,7 @@ class S3Store:
                         key=key,
                         size_bytes=item["Size"],
                         modified_s=item["LastModified"].timestamp(),
+                        tag=item["ETag"],
                     )
 
     def delete(self, key: str) -> None:

@@ -44,6 +44,17 @@ def test_read_range_gives_exactly_the_slice_or_fails(store: Store) -> None:
         store.read_range("k", 8, 5)
 
 
+def test_an_object_of_other_content_is_told_by_its_tag_or_its_time(store: Store) -> None:
+    found = []
+    for data in (b"one", b"two"):
+        store.write("k", [data])
+        info = store.stat("k")
+        assert info is not None
+        assert [info] == list(store.list("k"))
+        found.append(info.tag or info.modified_s)
+    assert found[0] != found[1]
+
+
 def test_create_gives_a_name_to_one_of_many(store: Store) -> None:
     barrier, won = threading.Barrier(8), []
 
