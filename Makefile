@@ -10,7 +10,7 @@ DEMO_CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/swathe/demo
 DEMO_LIMIT ?= 150
 DEMO_RUN ?= runs/demo
 
-.PHONY: install demo test chaos judges lint type format mutants clean
+.PHONY: install demo test chaos judges docker-test lint type format mutants clean
 
 install: $(VENV)/.installed
 
@@ -40,6 +40,12 @@ chaos: install
 judges: install
 	PYTHONPATH=. $(BIN)/python tests/judges/run.py --environments .judges
 
+# A real engine, compose and the images: needs root, and 15 minutes on two cores. The stamp tells CI what was tested.
+docker-test: install
+	scripts/install-docker
+	SWATHE_DOCKER_TESTS=1 $(BIN)/python -m pytest tests/docker
+	PYTHONPATH=. $(BIN)/python tests/docker/engine.py --inputs > docker/tested.sha256
+
 mutants: install
 	$(BIN)/python scripts/mutants.py
 
@@ -47,6 +53,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/hadolint docker/Dockerfile tests/docker/standin/Dockerfile
 
 type: install
 	$(BIN)/mypy

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
+from urllib.parse import quote
 
 from redis import Redis
 
@@ -61,18 +62,34 @@ class Exporter:
     def targets(self) -> Answer:
         """Prometheus' HTTP service discovery: one entry for each node's metrics.
 
-        503 while Redis cannot be read: Prometheus then keeps the list it has.
+        503 while Redis cannot be read: Prometheus then keeps the list it has. A node that hands its metrics over is
+        listed under its name, and marked: prometheus.yml makes this exporter the address.
         """
         try:
             self._note_nodes(queue.live_workers(self._connection))
+            relayed = queue.relayed_nodes(self._connection)
         except QueueError as error:
             self._failed(error)
             return Answer.json({"error": "Redis cannot be read"}, 503)
         with self._lock:
             known = sorted(self._seen)
         return Answer.json(
-            [{"targets": [address], "labels": {"node": node}} for address, node in known]
+            [
+                *({"targets": [address], "labels": {"node": node}} for address, node in known),
+                *({"targets": [node], "labels": _relayed(node)} for node in relayed),
+            ]
         )
+
+    def node(self, name: str) -> Answer:
+        """The metrics of a node that hands them over; 404 when it is gone, 503 while Redis cannot be read."""
+        try:
+            page = queue.relayed_metrics(self._connection, name)
+        except QueueError as error:
+            self._failed(error)
+            return Answer.json({"error": "Redis cannot be read"}, 503)
+        if page is None:
+            return Answer.json({"error": f"no metrics of node {name}"}, 404)
+        return Answer.metrics(page)
 
     def healthz(self) -> Answer:
         """200: this process answers; Redis has a metric of its own."""
@@ -107,6 +124,11 @@ class Exporter:
             info: Any = connection.info()
         _add_health(sheet, info)
         return queue.paused_runs(connection)
+
+
+def _relayed(node: str) -> dict[str, str]:
+    path = f"/nodes/{quote(node, safe='')}"
+    return {"node": node, "__metrics_path__": path, "__meta_swathe_relayed": "yes"}
 
 
 def _add_health(sheet: Sheet, info: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ def exporter_command() -> None:
         "/healthz": exporter.healthz,
     }
     try:
-        server = WebServer(address, routes)
+        server = WebServer(address, routes, {"/nodes/": exporter.node})
     except OSError as error:
         msg = f"SWATHE_EXPORTER_ADDRESS {address} cannot be had ({error}); choose another"
         raise ConfigError(msg) from error

@@ -113,6 +113,11 @@ def worker_key(worker: str) -> str:
     return f"swathe:worker:{worker}"
 
 
+def node_key(node: str) -> str:
+    """Redis key (with a time to live) of the metrics that a node hands to the exporter."""
+    return f"swathe:node:{node}"
+
+
 def leases_key(queue_name: str) -> str:
     """Redis sorted set of a queue's leases: ``job:execution`` scored by its expiry, in Redis' time."""
     return f"swathe:leases:{queue_name}"

@@ -1,7 +1,8 @@
 """Settings from the environment, read once by a command line and passed down."""
 
+import socket
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -15,6 +16,9 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swathe.errors import ConfigError
+
+RELAY: Final = "relay"
+"""As SWATHE_METRICS_ADVERTISE: hand the metrics to the fleet's exporter instead of being scraped."""
 
 
 def _split(value: Any) -> Any:
@@ -64,7 +68,11 @@ class Settings(BaseSettings):
     """Every ``SWATHE_*`` variable, plus REDIS_URL under its usual name."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SWATHE_", env_nested_delimiter="__", frozen=True, extra="ignore"
+        env_prefix="SWATHE_",
+        env_nested_delimiter="__",
+        env_ignore_empty=True,  # compose files pass variables on that nobody has set
+        frozen=True,
+        extra="ignore",
     )
 
     redis_url: SecretStr | None = Field(default=None, validation_alias="REDIS_URL")
@@ -96,7 +104,10 @@ class Settings(BaseSettings):
     metrics_address: str = "127.0.0.1:9410"
     """Where a node's supervisor serves /metrics, /healthz and /readyz for all its workers; ``off`` for nowhere."""
     metrics_advertise: str | None = None
-    """The address under which Prometheus reaches that server, if it is another (a load balancer, a mapped port)."""
+    """The address under which Prometheus reaches that server, if it is another (a load balancer, a mapped port);
+    ``relay``: under none, the metrics go to the exporter by way of Redis."""
+    node: str = Field(default_factory=socket.gethostname)
+    """This node's name in metrics and displays; one of its own in the fleet."""
     exporter_address: str = "127.0.0.1:9411"
     """Where ``swathe exporter`` serves the fleet's metrics and the list of its workers."""
     min_free_bytes: ByteSize = Field(default=ByteSize(1 << 30), ge=0)

@@ -5,8 +5,10 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
+from urllib.parse import unquote
 
 from swathe import log
 from swathe.errors import ConfigError
@@ -37,6 +39,8 @@ class Answer:
 
 
 Route = Callable[[], Answer]
+Branch = Callable[[str], Answer]
+"""Answers everything under a path that ends with a slash; told the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,17 @@ class Address:
 class WebServer:
     """Serves until closed. Raises OSError when the address cannot be had."""
 
-    def __init__(self, address: Address, routes: Mapping[str, Route]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        routes: Mapping[str, Route],
+        branches: Mapping[str, Branch] | None = None,
+    ) -> None:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         server_class = type(
             "_Server", (ThreadingHTTPServer,), {"daemon_threads": True, "address_family": family}
         )
-        self._server = server_class((address.host, address.port), _handler(routes))
+        self._server = server_class((address.host, address.port), _handler(routes, branches or {}))
         self.address = Address(address.host, int(self._server.server_address[1]))
         self._thread = threading.Thread(
             target=self._server.serve_forever,
@@ -93,7 +102,17 @@ class WebServer:
         self._thread.join(5)
 
 
-def _handler(routes: Mapping[str, Route]) -> type[BaseHTTPRequestHandler]:
+def _find(path: str, routes: Mapping[str, Route], branches: Mapping[str, Branch]) -> Route | None:
+    if path in routes:
+        return routes[path]
+    stem, _, rest = path.rpartition("/")
+    branch = branches.get(f"{stem}/")
+    return None if branch is None else partial(branch, unquote(rest))
+
+
+def _handler(
+    routes: Mapping[str, Route], branches: Mapping[str, Branch]
+) -> type[BaseHTTPRequestHandler]:
     logger = log.get("web")
 
     class Handler(BaseHTTPRequestHandler):
@@ -102,9 +121,9 @@ def _handler(routes: Mapping[str, Route]) -> type[BaseHTTPRequestHandler]:
         sys_version = ""
 
         def do_GET(self) -> None:
-            route = routes.get(self.path.partition("?")[0])
+            route = _find(self.path.partition("?")[0], routes, branches)
             if route is None:
-                self._send(Answer(("\n".join(sorted(routes)) + "\n").encode(), 404))
+                self._send(Answer(("\n".join(sorted([*routes, *branches])) + "\n").encode(), 404))
                 return
             try:
                 answer = route()

@@ -15,8 +15,12 @@ from redis import exceptions as redis_errors
 
 from swathe.queue import connect
 
-collect_ignore = [] if os.environ.get("SWATHE_CHAOS_SEEDS") else ["chaos"]
-"""The chaos suite takes minutes; `make chaos` and CI name its seeds."""
+collect_ignore = [
+    folder
+    for folder, variable in (("chaos", "SWATHE_CHAOS_SEEDS"), ("docker", "SWATHE_DOCKER_TESTS"))
+    if not os.environ.get(variable)
+]
+"""Suites that take minutes; `make chaos`, `make docker-test` and CI ask for them."""
 
 
 class RedisServer:

@@ -315,3 +315,33 @@ def test_gpus_and_mig_instances_are_listed(monkeypatch):
 def test_no_driver_is_a_cpu_node_and_a_broken_one_is_no_news(monkeypatch, error, expected):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(error))
     assert devices.present_devices() == expected
+
+
+def test_gpus_that_a_container_was_not_given_are_no_cpu_node(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(FakeNvml.NVMLError_LibraryNotFound()))
+    assert devices.out_of_reach(tmp_path / "none") is None
+    for address in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / address).mkdir()
+    advice = devices.out_of_reach(tmp_path)
+    assert advice is not None
+    assert "2 NVIDIA GPUs" in advice
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    assert devices.out_of_reach(tmp_path) is None, "they can be used"
+
+
+def test_all_devices_does_not_mean_the_cpu_on_a_machine_with_gpus(tmp_path):
+    (tmp_path / "0000:01:00.0").mkdir()
+    code = (
+        "from pathlib import Path; from worker import cli; from worker.host import devices\n"
+        "inner = devices.out_of_reach\n"
+        f"devices.out_of_reach = lambda: inner(Path({str(tmp_path)!r}))\n"
+        "devices.present_devices = lambda: []\n"
+        "cli.main()"
+    )
+    environment = os.environ | {"REDIS_URL": "redis://127.0.0.1:1/0", "SWATHE_STORE_ROOTS": "/x"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--devices", "all"],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "1 NVIDIA GPUs" in done.stderr

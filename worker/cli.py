@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from swathe import log
 from swathe.errors import ConfigError, SwatheError
 from swathe.queue import acknowledged_by, connect, release_dead_worker
-from swathe.settings import Settings, read_settings
+from swathe.settings import RELAY, Settings, read_settings
 
 _STOP_GRACE_S: Final = 15.0
 """What a worker gets beyond its own bound of a drain before it is killed."""
@@ -50,12 +50,17 @@ def supervise(
     from worker.host.node import Node
     from worker.host.supervisor import Supervisor, SupervisorOptions
     from worker.telemetry.nvml import GpuMonitor, GpuReader
+    from worker.telemetry.relay import Relay
     from worker.telemetry.reports import Inbox
 
     settings = read_settings()
     connection = connect(_redis_url(settings), retries=1)
     inbox = Inbox()
     node = Node(inbox, GpuMonitor(GpuReader([])))
+
+    if devices == "all" and (advice := inventory.out_of_reach()) is not None:
+        # Days of a fleet's work on a CPU would be worse than none.
+        raise ConfigError(advice)
 
     def wanted() -> list[inventory.Device] | None:
         present = [] if devices == "cpu" else inventory.present_devices()
@@ -80,9 +85,13 @@ def supervise(
 
     supervisor = Supervisor(command, wanted, options, on_death=bury, inbox=inbox)
     node.follow(supervisor.views, lambda: supervisor.ticked_s)
+    relayed = settings.metrics_advertise == RELAY
+    relay = Relay(connection, settings.node, lambda: node.metrics().body) if relayed else None
     try:
         raise typer.Exit(supervisor.run())
     finally:
+        if relay is not None:
+            relay.close()
         node.close()
 
 

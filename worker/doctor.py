@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from worker.engine.rates import host_copy_bytes, matmul_flops
+from worker.host.devices import out_of_reach
 from worker.model.kernels.packing import attention_kernel
 
 _PACKAGES: Final = ("torch", "transformers", "triton", "fla-core", "safetensors", "rq", "redis")
@@ -53,7 +54,8 @@ def software() -> dict[str, str | None]:
 def software_problems() -> list[str]:
     """What is missing for work at full speed; nothing on a node without a GPU."""
     if not torch.cuda.is_available():
-        return []
+        advice = out_of_reach()
+        return [] if advice is None else [advice]
     if importlib.util.find_spec("fla") is None:
         return [
             "fla-core is not installed: GatedDeltaNet hybrids run on torch's slow fallback; pip install 'swathe[gpu]'"

@@ -1,7 +1,6 @@
 """One worker process: its device, its work, its place in the fleet."""
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -59,7 +58,7 @@ def serve(
         settings=settings,
         telemetry=telemetry,
     )
-    fleet = _Fleet(redis_url, place)
+    fleet = _Fleet(redis_url, place, settings.node)
     worker = RangeWorker(
         redis_url,
         work,
@@ -123,8 +122,9 @@ def _note_space(work: Extraction) -> None:
 class _Fleet:
     """What the worker loop asks of the rest of the process."""
 
-    def __init__(self, redis_url: SecretStr, place: Place) -> None:
+    def __init__(self, redis_url: SecretStr, place: Place, node: str) -> None:
         self._redis_url = redis_url
+        self._node = node
         self._place = place
         self.reporter: Reporter | None = None
 
@@ -132,7 +132,7 @@ class _Fleet:
         """What displays show of this worker."""
         return {
             "device": self._place.uuid,
-            "node": socket.gethostname(),
+            "node": self._node,
             "metrics": self._place.metrics,
             "pid": os.getpid(),
             **(self.reporter.about() if self.reporter else {}),

@@ -16,6 +16,7 @@ from swathe.queue.leases import (
     new_execution,
     release_dead_worker,
 )
+from swathe.queue.nodes import hand_over_metrics, new_author, relayed_metrics, relayed_nodes
 from swathe.queue.payload import absolute_run_url, encode, iso_now, parse
 from swathe.queue.ranges import (
     Enqueued,
@@ -48,15 +49,19 @@ __all__ = [
     "connect",
     "describe",
     "encode",
+    "hand_over_metrics",
     "iso_now",
     "known_runs",
     "live_workers",
+    "new_author",
     "new_execution",
     "parse",
     "paused_runs",
     "policy_warnings",
     "queue_names",
     "redis_errors",
+    "relayed_metrics",
+    "relayed_nodes",
     "release_dead_worker",
     "requeued_counts",
 ]

@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from swathe.errors import ConfigError
 
 CPU_UUID: Final = "cpu"
+_DRIVER: Final = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,20 @@ def present_devices() -> list[Device] | None:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def out_of_reach(folder: Path = _DRIVER) -> str | None:
+    """What to do about GPUs that this machine's driver has and this process cannot use; None when there are none.
+
+    So it is in a container that was given no GPU: the kernel's own list shows there all the same.
+    """
+    count = len(list(folder.iterdir())) if folder.is_dir() else 0
+    if count == 0 or present_devices() != []:
+        return None
+    return (
+        f"this machine has {count} NVIDIA GPUs, and none can be used here. In a container, make NVIDIA's runtime Docker's "
+        "default or add the GPU override (docs/deploy.md); --devices cpu (in .env DEVICES=cpu) works without them"
+    )
 
 
 def visible(devices: Sequence[Device], environment: Mapping[str, str]) -> list[Device]:

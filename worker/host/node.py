@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from swathe import log, metrics, stages
 from swathe.metrics import Metric, Sheet
-from swathe.settings import Settings
+from swathe.settings import RELAY, Settings
 from swathe.web import Address, Answer, WebServer
 from worker.telemetry.nvml import GpuMonitor, GpuReading
 from worker.telemetry.reports import Heard, Inbox, Report, Totals
@@ -72,7 +72,7 @@ class Node:
         self._children, self._ticked_s = children, ticked_s
 
     def serve(self, settings: Settings) -> str | None:
-        """Listen where the settings say; returns the address to tell others, or None when there is none.
+        """Listen where the settings say; returns the address to tell others, or None when there is none to tell.
 
         An address that another program has is a warning: extraction is worth more than its metrics.
         """
@@ -90,6 +90,8 @@ class Node:
             return None
         self._gpus.start()
         logger.info("metrics", url=f"http://{server.address}/metrics")
+        if settings.metrics_advertise == RELAY:
+            return None
         return settings.metrics_advertise or server.address.reachable
 
     def close(self) -> None:
