@@ -244,7 +244,7 @@ class Story:
             lambda: (
                 self._watched.complete
                 if until_complete
-                else time.time() >= start + self._options.seconds
+                else time.time() >= start + max(self._options.seconds, _HEARTBEATS_S)
             ),
             self._options.bound,
             "the window's end",

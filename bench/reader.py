@@ -1,4 +1,4 @@
-"""Reading a run, shuffled, against raw reads of the same bytes and against one file per sample; exporters too.
+"""Reading a run, shuffled, against raw reads of the same bytes and one file per sample; exporters and verify too.
 
 The run is in the shape of Qwen3.6-27B with six slots (5120 channels, bfloat16: 61,440 bytes a token), 335 tokens a sample in the
 mean, lengths even from 3 to 666. Every row ends with a sample's states in the same buffer, so that no way of reading gets
@@ -31,10 +31,12 @@ from torch.utils.data import DataLoader
 
 from bench.plan import cpu_model
 from producer.provenance import git_revision, versions
+from producer.verify import verify
 from swathe import HiddenStates, codec
 from swathe.export import ExportOptions, export
 from swathe.reader import collate_packed
 from swathe.reader.shards import STATES
+from swathe.store.local import LocalStore
 from tests.support.runs import Recipe, length_of, make_run
 
 RESULTS: Final = Path(__file__).parent / "results"
@@ -192,6 +194,38 @@ def reading(bench: Bench, exports: Path, turns: int) -> list[dict[str, Any]]:
     return rows
 
 
+def verifying(bench: Bench, turns: int) -> list[dict[str, Any]]:
+    """``swathe verify``, quick and full, against reading every shard once from its first byte to its last."""
+    run = Path(bench.dataset.url)
+    shards = sorted(run.glob("states/*.safetensors"))
+    block = bytearray(16 << 20)
+
+    def raw() -> None:
+        for path in shards:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(block):
+                    pass
+
+    def verified(*, full: bool) -> None:
+        assert verify(LocalStore(run), full=full).ok
+
+    ways: dict[str, Callable[[], None]] = {
+        "raw_sequential": raw,
+        "verify_quick": partial(verified, full=False),
+        "verify_full": partial(verified, full=True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, way in ways.items():
+            for path in shards:
+                forget(path)
+            started_s = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - started_s)
+    base = times["raw_sequential"]
+    return [row(bench, f"{name}_cold", times[name], base) for name in ways]
+
+
 def exporting(run: str, exports: Path, size_bytes: int, samples: int) -> list[dict[str, Any]]:
     """Each exporter once; what it leaves is read afterwards."""
     rows = []
@@ -250,6 +284,7 @@ def main() -> None:
         exports = folder / "exports"
         rows = exporting(dataset.url, exports, bench.size_bytes, options.samples)
         os.sync()
+        rows += verifying(bench, options.turns)
         rows += reading(bench, exports, options.turns)
     write_result("reader", bench, options.turns, rows)
 

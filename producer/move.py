@@ -123,9 +123,9 @@ def _announce(source: Store, dest: Store, spec: RunSpec) -> Arrival:
             f"{arrival.source} {dest.url}, or use another destination"
         )
         raise RunMismatchError(msg)
-    dest.collect(
-        older_than_s=0
-    )  # of an earlier call; nobody else writes here before the run is here
+    for folder in _FOLDERS:
+        # Of an earlier call: nobody else writes here before the run is here. Other runs may lie in the same place.
+        dest.collect(older_than_s=0, prefix=folder)
     # Left there when the run went from there to here; from now on moving.json leads the way.
     dest.delete(names.MOVED)
     return arrival
@@ -281,23 +281,21 @@ def _clear(source: Store, home: Store, spec: RunSpec) -> None:
         if known is None or not _is_whole(known, sizes):
             _carry_late(source, home, spec, range_id)
     for key in (*_late_keys(source), names.FINAL_NORM):
-        with contextlib.suppress(
-            ObjectMissingError
-        ):  # its writer saw the marker, and wrote it again over there
+        # One that is gone meanwhile: its writer saw the marker, and wrote it again over there.
+        with contextlib.suppress(ObjectMissingError):
             home.create(key, source.read(key))
     state = RunWatcher(home, spec).read()
     if state.complete and not state.sealed:
         seal(home, state)
-    source.delete(
-        names.RUN
-    )  # first, so that without moved.json there is no run here, and not half of one
+    # First, so that without moved.json there is no run here, and not half of one.
+    source.delete(names.RUN)
     for folder in _FOLDERS:
         for item in list(source.list(folder)):
             source.delete(item.key)
     for key in (*_SINGLES, names.MOVING):
         source.delete(key)
-    source.collect(older_than_s=0)
     for folder in _FOLDERS:
+        source.collect(older_than_s=0, prefix=folder)
         if (path := source.local_path(folder)) is not None:
             with contextlib.suppress(OSError):  # not empty, or not there
                 path.rmdir()

@@ -72,8 +72,11 @@ class Store(Protocol):
         """Remove an object; one that is not there is no error."""
         ...
 
-    def collect(self, *, older_than_s: float) -> int:
-        """Remove what dead writers left (temporaries, unfinished uploads) longer ago than this; returns how many."""
+    def collect(self, *, older_than_s: float, prefix: str = "") -> int:
+        """Remove what dead writers left (temporaries, unfinished uploads) longer ago than this; returns how many.
+
+        ``prefix`` is a folder's, with its slash, or all of the store.
+        """
         ...
 
     def free_bytes(self) -> int | None:

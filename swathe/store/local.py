@@ -143,11 +143,11 @@ class LocalStore:
         """The file itself."""
         return self._path(key)
 
-    def collect(self, *, older_than_s: float) -> int:
+    def collect(self, *, older_than_s: float, prefix: str = "") -> int:
         """Remove temporaries that a dead process left; returns how many."""
         removed = 0
         with self._errors("collect", _TEMPORARY):
-            for path, info in self._walk(self._root):
+            for path, info in self._walk(self._path(prefix)):
                 if path.name.startswith(_TEMPORARY) and time.time() - info.st_mtime > older_than_s:
                     path.unlink(missing_ok=True)
                     removed += 1

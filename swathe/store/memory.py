@@ -73,9 +73,9 @@ class MemoryStore:
         with self._lock:
             self._objects.pop(key, None)
 
-    def collect(self, *, older_than_s: float) -> int:
+    def collect(self, *, older_than_s: float, prefix: str = "") -> int:
         """Dead writers leave nothing here."""
-        del older_than_s
+        del older_than_s, prefix
         return 0
 
     def free_bytes(self) -> int | None:

@@ -127,10 +127,10 @@ class S3Store:
         with contextlib.suppress(ObjectMissingError):
             self._call("delete", key, methodcaller("delete_object", **self._target(key).place))
 
-    def collect(self, *, older_than_s: float) -> int:
+    def collect(self, *, older_than_s: float, prefix: str = "") -> int:
         """Abort uploads that dead writers left unfinished: invisible, but billed."""
         aborted = 0
-        for page in self._pages("list_multipart_uploads", "", ["KeyMarker", "UploadIdMarker"]):
+        for page in self._pages("list_multipart_uploads", prefix, ["KeyMarker", "UploadIdMarker"]):
             for upload in page.get("Uploads", ()):
                 if time.time() - upload["Initiated"].timestamp() > older_than_s:
                     self._abort(upload["Key"].removeprefix(self._root), upload["UploadId"])

@@ -11,7 +11,7 @@ import pytest
 from tests.docker.engine import ROOT
 from tests.docker.stack import Node
 
-PROFILES = ("head", "worker", "monitoring", "demo", "producer")
+PROFILES = ("head", "worker", "monitoring", "dcgm", "demo", "producer")
 WORKER_ONLY = "REDIS_URL=redis://:secret@10.0.0.4:6379/0\nSWATHE_STORE_ROOTS=s3://bucket/runs\n"
 
 
@@ -59,10 +59,10 @@ def test_every_service_is_confined_pinned_and_logs_within_bounds(checkout_node: 
         assert service["read_only"], name
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
-        assert re.fullmatch(r".+:v?\d+\.\d+\.\d+(-\w+)?", service["image"]), name
+        assert re.fullmatch(r".+:v?\d+\.\d+\.\d+(-[\w.]+)*", service["image"]), name
         assert service["logging"]["options"]["max-size"], name
         assert service["init"], name
-        assert name == "secrets" or not re.match(r"0(:|$)", service["user"]), name
+        assert name in {"secrets", "dcgm-exporter"} or not re.match(r"0(:|$)", service["user"]), name
 
 
 def test_a_drain_fits_into_the_stop_grace(checkout_node: Node):

@@ -160,11 +160,10 @@ def test_a_store_that_does_not_move_is_told_of_and_waited_for(
         watch.look()
     assert longest_s > 1.0
     assert telemetry.snapshot().gauges["store_stalled_s"] == 0
-    events = [line["event"] for line in logs if "move" in line["event"]]
-    assert [event.split(";")[0] for event in events] == [
-        "the store does not move",
-        "the store moves again",
-    ]
+    # On a busy machine the upload before may stand still for a second too: said again, and in pairs.
+    said = [line["event"].split(";")[0] for line in logs if "move" in line["event"]]
+    assert said == ["the store does not move", "the store moves again"] * (len(said) // 2)
+    assert said
     assert done[0] is not None
 
 

@@ -123,8 +123,10 @@ def test_killed_at_every_step_it_is_readable_and_goes_on(place: Place, when: str
         assert open_home(source).url == open_home(dest).url or not keys(open_store(dest))
         move(source, dest)
         assert contents(open_store(dest)) == before
-        assert set(Path(source).rglob("*")) == {Path(source) / names.MOVED}
-        assert not list(Path(dest).rglob(".tmp-*"))
+        # Small temporaries beside run.json are left to gc: who knows what else lies there.
+        left_over = {path.name for path in Path(source).rglob("*")} - {names.MOVED}
+        assert all(name.startswith(f".tmp-{names.MOVED}") for name in left_over)
+        assert not list(Path(dest).glob("*/.tmp-*"))
     assert at > 30, "there are that many steps"
 
 
@@ -374,6 +376,19 @@ def test_what_cannot_be_moved_there_is_refused_and_nothing_changes(place: Place)
         move(other, dest)
     assert_readable(dest, written)
     assert open_home(dest).url == third
+
+
+def test_what_else_lies_in_the_two_places_is_left_alone(place: Place) -> None:
+    source, dest = place("local"), place("local")
+    write_run(open_store(source))
+    others = [Path(url, *parts) for url in (source, dest) for parts in (
+        ("notes.txt",), ("states-of-mine.json",), ("other", "states", ".tmp-000001-under-way"), ("other", "run.json"),
+    )]  # fmt: skip
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    move(source, dest)
+    assert all(path.read_text() == "mine" for path in others)
 
 
 def test_a_destination_that_is_too_small_is_refused_before_the_copy(
