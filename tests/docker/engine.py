@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 STANDIN = Path(__file__).parent / "standin"
 BASE = "swathe-standin:bookworm"
 TARGETS = ("python", "redis", "prometheus", "alertmanager", "grafana")
+NEVER_STARTED = "nvcr.io/nvidia/k8s/dcgm-exporter"
+"""Needs a GPU: its place in the files is checked, nothing stands in for it."""
 
 
 def cache() -> Path:
@@ -126,7 +128,7 @@ def _pinned() -> dict[str, set[str]]:
     """Image names out of Dockerfile and compose.yaml, by stand-in."""
     texts = [(ROOT / "docker" / name).read_text() for name in ("Dockerfile", "compose.yaml")]
     names = set(re.findall(r"^(?:FROM|\s+image:) (\S+:\S+)", "\n".join(texts), re.MULTILINE))
-    ours = {name for name in names if name.startswith("swathe-")}
+    ours = {name for name in names if name.startswith(("swathe-", NEVER_STARTED))}
     by_target = {
         target: {name for name in names - ours if target in name.partition(":")[0]}
         for target in TARGETS

@@ -62,7 +62,9 @@ def test_every_service_is_confined_pinned_and_logs_within_bounds(checkout_node: 
         assert re.fullmatch(r".+:v?\d+\.\d+\.\d+(-[\w.]+)*", service["image"]), name
         assert service["logging"]["options"]["max-size"], name
         assert service["init"], name
-        assert name in {"secrets", "dcgm-exporter"} or not re.match(r"0(:|$)", service["user"]), name
+        assert name in {"secrets", "dcgm-exporter"} or not re.match(r"0(:|$)", service["user"]), (
+            name
+        )
 
 
 def test_a_drain_fits_into_the_stop_grace(checkout_node: Node):
