@@ -138,6 +138,15 @@ class Instance:
     workers: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a window begins: what the workers had told by then, and Redis (commands, CPU seconds, bytes)."""
+
+    at: float
+    told: dict[str, Mapping[str, Any]]
+    redis: tuple[int, float, int]
+
+
 class Story:
     """The run, the fleet that works on it, and what is seen of both."""
 
@@ -176,7 +185,7 @@ class Story:
             run_swathe(["submit", self._store.url], self._environment)
             for devices in _instances(options.gpus):
                 self._join(devices)
-                self._measure("fleet")
+                self._window()
             run_swathe(["cancel", self._store.url], self._environment)
             told = self._samples_told()
             self._begin("story", samples=options.samples * options.gpus, rolling=False)
@@ -185,8 +194,10 @@ class Story:
             self._until(
                 lambda: len(self._watched.records) >= third, options.bound, "a third is stored"
             )
+            since = self._mark()
             self._kill_last()
-            self._measure("fleet, after the kill", until_complete=True)
+            self._until(lambda: self._watched.complete, options.bound, "the run is complete")
+            self._measure("fleet, after the kill", since, self._watched.at[-1])
             self._account(told)
 
     def _begin(self, name: str, *, samples: int, rolling: bool) -> None:
@@ -238,24 +249,24 @@ class Story:
         busy = [name for name in self._live() if ranges.get(name, 0) >= _RANGES_BEFORE]
         return len(busy) >= self._size
 
-    def _measure(self, name: str, *, until_complete: bool = False) -> None:
-        before, redis_before, start = self._live(), self._redis_totals(), time.time()
-        self._until(
-            lambda: (
-                self._watched.complete
-                if until_complete
-                else time.time() >= start + max(self._options.seconds, _HEARTBEATS_S)
-            ),
-            self._options.bound,
-            "the window's end",
-        )
-        stop = self._watched.at[-1] if until_complete else time.time()
-        # The last workers' word is up to a heartbeat old; both looks are.
-        after, redis_after = self._live(), self._redis_totals()
-        found = self._watched.between(start, stop)
-        if not found or (self._watched.complete and not until_complete):
+    def _mark(self) -> Mark:
+        return Mark(at=time.time(), told=self._live(), redis=self._redis_totals())
+
+    def _window(self) -> None:
+        """A row of the whole fleet, for a while from now on."""
+        since = self._mark()
+        end = since.at + max(self._options.seconds, _HEARTBEATS_S)
+        self._until(lambda: time.time() >= end, self._options.bound, "the window's end")
+        if self._watched.complete:
             msg = f"the run ended while {self._size} devices were measured: plan more --scaling-samples"
             raise RuntimeError(msg)
+        self._measure("fleet", since, time.time())
+
+    def _measure(self, name: str, since: Mark, stop: float) -> None:
+        # The workers' last word is up to a heartbeat old, at both ends.
+        now, start = self._mark(), since.at
+        before, after, redis_before, redis_after = since.told, now.told, since.redis, now.redis
+        found = self._watched.between(start, stop)
         spent = Spent.of(_spent(after[name]).since(_spent(before.get(name, {}))) for name in after)
         lengths = lengths_of(self._store, self._run, found)
         seconds = stop - start
