@@ -15,6 +15,9 @@ from redis import exceptions as redis_errors
 
 from swathe.queue import connect
 
+# Before anything imports torch: see worker/host/supervisor.py. Tests and the processes that they start share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 collect_ignore = [
     folder
     for folder, variable in (("chaos", "SWATHE_CHAOS_SEEDS"), ("docker", "SWATHE_DOCKER_TESTS"))

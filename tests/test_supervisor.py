@@ -78,8 +78,12 @@ def starts(folder, device):
     return len(path.read_text().split()) if path.exists() else 0
 
 
-def test_each_device_gets_one_pinned_process_and_sigterm_reaches_all(tmp_path):
-    body = "assert os.environ['CUDA_DEVICE_ORDER'] == 'PCI_BUS_ID'\n" + FOREVER
+def test_each_device_gets_one_pinned_process_and_sigterm_reaches_all(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    body = (
+        "assert os.environ['CUDA_DEVICE_ORDER'] == 'PCI_BUS_ID'\n"
+        "assert os.environ['OMP_WAIT_POLICY'] == 'PASSIVE'\n" + FOREVER
+    )
     run = Supervised(script(tmp_path, body), [*GPUS[:2], MIG])
     wait_for(lambda: len(list(tmp_path.glob("*.up"))) == 3)
     assert run.states() == {"GPU-aa": "running", "GPU-bb": "running", "MIG-1234": "running"}

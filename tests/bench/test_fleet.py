@@ -11,7 +11,7 @@ def test_half_of_the_fleet_is_killed_and_every_sample_is_stored_once(tmp_path):
     small = ["--samples", "80", "--longest", "48", "--range-tokens", "128", "--seconds", "2"]
     where = ["--device", "cpu", "--model", "tiny", "--work", str(tmp_path), "--out", str(out)]
     assert (
-        fleet.main(["--gpus", "2", "--lease", "4", "--scaling-samples", "20000", *small, *where])
+        fleet.main(["--gpus", "2", "--lease", "4", "--scaling-samples", "80000", *small, *where])
         == 0
     )
     result = fleet.FleetResult.model_validate_json(out.read_text())
