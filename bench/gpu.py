@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from bench.result import Result, Row, ratios, table
+from bench.result import Result, Row, command_words, ratios, table
 from bench.shapes import SHAPES
 from producer.provenance import git_revision
 
@@ -128,7 +127,7 @@ def _bench(options: argparse.Namespace, folder: Path) -> Iterator[Result]:
         device=device_words(options.device),
         versions=versions(),
         git=options.git or git_revision(),
-        command=shlex.join(["python", "-m", "bench.gpu", *sys.argv[1:]]),
+        command=command_words("bench.gpu", sys.argv[1:]),
         rows=[],
         **{name: round(value, 4) for name, value in ceilings.items()},
     )

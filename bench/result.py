@@ -3,14 +3,16 @@
 python -m bench.result bench/results/gpu-27b.json
 """
 
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 Phase = Literal["first", "steady"]
+_PLACES: Final = {"--out", "--work", "--memory", "--cache", "--keep", "--logs", "--git"}
 
 
 class Strict(BaseModel):
@@ -68,6 +70,17 @@ _HEADER = (
     "| row | model | phase | samples/s | tokens/s | useful MFU | NVML | busy | padding | peak GB | written GB/s | s |",
     "|---|---|---|---|---|---|---|---|---|---|---|---|",
 )
+
+
+def command_words(module: str, arguments: Sequence[str]) -> str:
+    """A command as a result keeps it: without the options that only say where things lie on one machine."""
+    words, rest = ["python", "-m", module], iter(arguments)
+    for word in rest:
+        if word.partition("=")[0] not in _PLACES:
+            words.append(word)
+        elif "=" not in word:
+            next(rest, None)
+    return shlex.join(words)
 
 
 def table(result: Result) -> str:

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from bench import gpu
-from bench.result import Result, ratios, table
+from bench.result import Result, command_words, ratios, table
 from bench.shapes import LONGEST, SHAPES, SHORTEST, chat_lengths
 from swathe import HiddenStates
 from worker.model.hidden_states import load_model
@@ -38,6 +38,19 @@ def test_each_row_measured_something(benched):
         assert not row.padding_ratio  # None where the run ended before the worker's first report
     assert result.rows[1].written_bytes_s > 0
     assert "engine_disk" in table(result)
+
+
+def test_a_result_keeps_its_command_and_no_place_of_this_machine():
+    given = [
+        "--rows",
+        "engine_disk",
+        "--out",
+        "/somewhere/gpu.json",
+        "--cache=/kernels",
+        "--seconds",
+        "4",
+    ]
+    assert command_words("bench.gpu", given) == "python -m bench.gpu --rows engine_disk --seconds 4"
 
 
 def test_stored_values_are_those_of_single_runs(benched):
