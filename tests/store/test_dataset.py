@@ -162,7 +162,7 @@ def test_a_line_that_breaks_is_taken_up_again(
     tmp_path: Path, bucket: Any, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = bucket(jsonl(tmp_path / "d.jsonl.gz", ROWS))
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint_url)
+    monkeypatch.setenv("SWATHE_S3__ENDPOINT_URL", proxy.endpoint_url)
     monkeypatch.setenv("SWATHE_S3__FIRST_WAIT_S", "0.002")
     proxy.inject(Fault("reset in answer", method="GET", path="gz"))
     proxy.inject(Fault("slow down", method="GET", path="gz", times=2))
@@ -182,7 +182,7 @@ def test_looking_at_a_parquet_file_reads_its_footer_alone(
     offsets = np.arange(0, 2_000_001, 100)
     pq.write_table(pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, noise)}), path)
     url = bucket(path)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint_url)
+    monkeypatch.setenv("SWATHE_S3__ENDPOINT_URL", proxy.endpoint_url)
     open_dataset(url)
     gets = [one for one in proxy.seen if one.method == "GET"]
     assert 1 <= len(gets) <= 2
