@@ -66,7 +66,6 @@ class Accounting(Strict):
     requeued: dict[str, int]
     verify: dict[str, Any]
     orphan_shards: int
-    sealed: bool
 
 
 @dataclass(slots=True)
@@ -285,11 +284,11 @@ class Story:
         _say(str(self.kill))
 
     def _account(self, told_before: int) -> None:
+        # Whoever sees the last record seals; the worker may still be at it.
+        self._until(lambda: self._store.stat(names.MANIFEST) is not None, 60, "the run is sealed")
         verified = json.loads(
             run_swathe(["verify", self._store.url, "--full", "--json"], self._environment)
         )
-        # Whoever sees the last record seals; the worker may still be at it.
-        self._until(lambda: self._store.stat(names.MANIFEST) is not None, 60, "the run is sealed")
         state = RunWatcher(self._store, self._run).read()
         reader = TokenReader(self._store, self._run)
         seen: dict[int, int] = {}
@@ -316,7 +315,6 @@ class Story:
             requeued=requeued_counts(self._redis),
             verify=verified,
             orphan_shards=len(lying - shards),
-            sealed=True,
         )
 
     def _live(self) -> dict[str, Mapping[str, Any]]:

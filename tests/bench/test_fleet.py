@@ -26,6 +26,7 @@ def test_half_of_the_fleet_is_killed_and_every_sample_is_stored_once(tmp_path):
     assert accounting.stored + accounting.rejected == accounting.rows == 160
     assert (accounting.rows_twice, accounting.rows_missing) == (0, 0)
     assert accounting.verify["ok"] is True
+    assert accounting.verify["sealed"] is True
     assert len(accounting.ranges_by_worker) == 2
     assert sum(accounting.ranges_by_worker.values()) == accounting.ranges
     kill = result.kill
