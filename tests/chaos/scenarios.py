@@ -224,6 +224,6 @@ SCENARIOS = {
     "range always raises": Scenario(run=poison_sample),
     "mixture": Scenario(run=mixture(20), ranges=400, extra_s=60),
     "mixture for 20 minutes": Scenario(
-        run=mixture(1200, compute_s=0.4), ranges=9000, extra_s=1200, long=True
+        run=mixture(1200, compute_s=0.4), ranges=6000, extra_s=1200, long=True
     ),
 }  # fmt: skip
