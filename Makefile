@@ -35,7 +35,7 @@ test: install
 # Two hours of mostly waiting: every fault, ten seeds, real leases.
 chaos: install
 	$(BIN)/python tests/chaos/run.py --seeds 10 --jobs 6 --without real: --out bench/results/chaos.json
-	$(BIN)/python tests/chaos/run.py --seeds 10 --jobs 2 --only real: --out bench/results/chaos-real.json
+	$(BIN)/python tests/chaos/run.py --seeds 10 --jobs 3 --only real: --out bench/results/chaos-real.json
 
 # The trainers' own loaders read our exports, each in an environment of its own (a few minutes, some gigabytes).
 judges: install

@@ -1,6 +1,6 @@
 """Real workers (`swathe-worker serve`), forked from one process that has torch loaded, so that a restart is cheap.
 
-python tests/chaos/nursery.py          a line "NAME LOG" on stdin starts a worker, its pid is the answer
+python tests/chaos/nursery.py          a line on stdin (a ``Birth`` as JSON) starts a worker, its pid is the answer
 python tests/chaos/nursery.py apart .. the process made to die, with the same bad samples
 
 A sample that ends with three times 90 raises, with 91 kills its process, with 92 kills it only in a batch. The store is
@@ -9,11 +9,13 @@ full while the file FULL exists.
 
 # ruff: noqa: E402 - run as a program, it has to find its own package first
 
+import json
 import os
 import random
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
@@ -32,6 +34,16 @@ from worker.model.hidden_states import HiddenStateModel
 from worker.serve import Place, serve
 
 RAISES, KILLS, KILLS_IN_COMPANY = 90, 91, 92
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What is asked of the nursery."""
+
+    name: str
+    log: str
+    redis_url: str
+    clock_skew_s: float = 0.0
 
 
 def spoil() -> None:
@@ -86,17 +98,19 @@ def _slowed(step, slow_s):
     return slowed
 
 
-def work(name: str, log_path: str) -> None:
+def work(birth: Birth) -> None:
     os.setsid()
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    target = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    target = os.open(birth.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(target, stream)
     log.setup(form="json")
-    settings = read_settings()
-    place = Place(uuid="cpu", name=name)
-    code = serve(settings, settings.redis_url, place, exit_when_idle_s=None)
+    if birth.clock_skew_s:
+        real = time.time
+        time.time = lambda: real() + birth.clock_skew_s
+    place = Place(uuid="cpu", name=birth.name)
+    code = serve(read_settings(), birth.redis_url, place, exit_when_idle_s=None)
     cli._end_process(code)
 
 
@@ -109,10 +123,10 @@ def main() -> None:
     software_versions(torch.device("cpu"))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody has to wait for the dead
     for line in sys.stdin:
-        name, log_path = line.split()
+        birth = Birth(**json.loads(line))
         pid = os.fork()
         if not pid:
-            work(name, log_path)
+            work(birth)
         print(pid, flush=True)  # noqa: T201
 
 

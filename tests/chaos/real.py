@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from chaos.nursery import KILLS, KILLS_IN_COMPANY, RAISES
+from chaos.nursery import KILLS, KILLS_IN_COMPANY, RAISES, Birth
+from chaos.proxy import Proxy
 from conftest import RedisServer
+from rq.defaults import RQ_KEY_PREFIX
 
 from producer import verify
 from producer.plan import PlanOptions, plan
@@ -111,6 +113,7 @@ class RealFleet:
         self.server.start()
         self.workers: dict[str, int] = {}
         self._count = 0
+        self._proxies: list[Proxy] = []
         self._nursery = self._open_nursery()
 
     def _open_nursery(self) -> "subprocess.Popen[str]":
@@ -137,13 +140,35 @@ class RealFleet:
         submit(client, self.store, self.watcher.read())
         client.close()
 
-    def add(self) -> str:
+    def add(self, *, url: str | None = None, clock_skew_s: float = 0.0) -> str:
         self._count += 1
         name = f"w{self._count}"
-        self._nursery.stdin.write(f"{name} {self.folder / name}.log\n")
+        birth = Birth(name, f"{self.folder / name}.log", url or self.server.url, clock_skew_s)
+        self._nursery.stdin.write(json.dumps(dataclasses.asdict(birth)) + "\n")
         self._nursery.stdin.flush()
         self.workers[name] = int(self._nursery.stdout.readline())
         return name
+
+    def add_behind_proxy(self) -> tuple[str, Proxy]:
+        proxy = Proxy(self._redis_folder, self.server.socket)
+        self._proxies.append(proxy)
+        return self.add(url=proxy.url), proxy
+
+    def holds(self, name: str) -> bool:
+        """Whether the worker has a lease."""
+        client = connect(self.server.url)
+        held = client.exists(f"{RQ_KEY_PREFIX}:worker:{name}:executions")
+        client.close()
+        return bool(held)
+
+    def producer(self) -> "subprocess.Popen[bytes]":
+        """A process that submits the run."""
+        environment = os.environ | {
+            "REDIS_URL": self.server.url,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        command = [sys.executable, "-m", "producer.cli", "submit", self.store.url]
+        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -218,6 +243,8 @@ class RealFleet:
         self._nursery.kill()
         self._nursery.wait()
         self._nursery.stdout.close()
+        for proxy in self._proxies:
+            proxy.close()
         self.server.stop(kill=True)
         shutil.rmtree(self._redis_folder, ignore_errors=True)
 
