@@ -1,6 +1,6 @@
 """What a GPU benchmark writes: its JSON's schema, and the table made from it.
 
-python -m bench.result bench/results/gpu-27b.json
+python -m bench.result bench/results/gpu-27b-rows.json
 """
 
 import shlex
