@@ -2,8 +2,10 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,17 +127,33 @@ def _policies(options: PlanOptions, max_positions: int | None) -> Policies:
     )
 
 
-def hash_files(dataset: Dataset) -> tuple[DataFile, ...]:
-    """Name, size and content hash of every file. Raises PlanError when one cannot be read."""
-    return tuple(hashed for _, hashed in for_each(dataset.files, _data_file))
+def hash_files(
+    dataset: Dataset, *, progress: Callable[[float], None] | None = None
+) -> tuple[DataFile, ...]:
+    """Name, size and content hash of every file; ``progress`` gets the share of all bytes, from several threads.
+
+    Raises PlanError when a file cannot be read.
+    """
+    total_bytes = sum(file.size_bytes for file in dataset.files)
+    read_bytes, lock = 0, threading.Lock()
+
+    def count(size_bytes: int) -> None:
+        nonlocal read_bytes
+        with lock:
+            read_bytes += size_bytes
+            if progress is not None:
+                progress(min(read_bytes / total_bytes, 1.0) if total_bytes else 1.0)
+
+    return tuple(hashed for _, hashed in for_each(dataset.files, partial(_data_file, count=count)))
 
 
-def _data_file(file: InputFile) -> DataFile:
+def _data_file(file: InputFile, count: Callable[[int], None] = lambda _: None) -> DataFile:
     digest = xxhash.xxh3_128()
     try:
         with file.open() as source:
             while chunk := source.read(_HASH_CHUNK_BYTES):
                 digest.update(chunk)
+                count(len(chunk))
     except OSError as error:
         raise unreadable(file, error) from error
     return DataFile(name=file.name, size_bytes=file.size_bytes, xxh3=digest.hexdigest())

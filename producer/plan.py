@@ -97,7 +97,7 @@ def _write(
     store: Store, inputs: Inputs, encoding: _Encoding, progress: Progress | None
 ) -> tuple[RunSpec, Tally]:
     """Write tokens/ and rejected.jsonl; returns the run they belong to."""
-    data_files = hash_files(inputs.dataset)
+    data_files = hash_files(inputs.dataset, progress=progress and _hashing(progress))
     tally, writer = Tally(), TokenWriter(store)
     _stream(inputs, encoding.encode, writer, tally, progress)
     if not tally.samples:
@@ -129,6 +129,10 @@ def _write(
         token_files=files,
     )
     return dataclasses.replace(draft, fingerprint=fingerprint(draft)), tally
+
+
+def _hashing(progress: Progress) -> Callable[[float], None]:
+    return lambda fraction: progress(PlanProgress(step="hashing", fraction=fraction))
 
 
 def _stream(

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -17,13 +17,14 @@ _DOUBLINGS: Final = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProgress:
-    """How far the reading is; ``fraction`` of the data set."""
+    """How far a plan is; ``fraction`` of the data set's bytes that are hashed, then of what is read."""
 
-    rows: int
-    samples: int
-    tokens: int
-    rejected: int
+    step: Literal["hashing", "planning"]
     fraction: float
+    rows: int = 0
+    samples: int = 0
+    tokens: int = 0
+    rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,7 @@ class Tally:
     def progress(self, fraction: float) -> PlanProgress:
         """How far the reading is."""
         return PlanProgress(
+            step="planning",
             rows=self.rows,
             samples=self.read_samples,
             tokens=self.read_tokens,

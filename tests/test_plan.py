@@ -400,6 +400,9 @@ def test_progress_is_told(made):
     plan(MemoryStore(), dataclasses.replace(options, limit=60), progress=told.append)
     assert (told[-1].rows, told[-1].samples, told[-1].rejected) == (60, 58, 2)
     assert told[-1].fraction == 1.0
+    hashed = [one.fraction for one in told if one.step == "hashing"]
+    assert (hashed[0] > 0, hashed[-1]) == (True, 1.0)
+    assert [one.step for one in told] == sorted(one.step for one in told)
 
 
 def test_ranges_are_cut_like_a_plain_loop_cuts_them():
