@@ -291,7 +291,8 @@ def _clear(source: Store, home: Store, spec: RunSpec) -> None:
     source.delete(names.RUN)
     for folder in _FOLDERS:
         for item in list(source.list(folder)):
-            source.delete(item.key)
+            if names.is_of_run(item.key):
+                source.delete(item.key)
     for key in (*_SINGLES, names.MOVING):
         source.delete(key)
     for folder in _FOLDERS:

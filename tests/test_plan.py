@@ -356,6 +356,20 @@ def test_an_interrupted_plan_of_other_options_leaves_no_files_behind(made):
     planned(store)
 
 
+def test_a_users_data_set_in_a_folder_called_tokens_survives_a_plan_beside_it(made, tmp_path):
+    _, options = made
+    mine = tmp_path / "tokens" / "part-0.parquet"
+    mine.parent.mkdir()
+    os.rename(options.dataset, mine)
+    options = dataclasses.replace(options, dataset=str(mine.parent))
+    with pytest.raises(PlanError, match="none of its 1 rows"):
+        plan(open_store(tmp_path), dataclasses.replace(options, limit=1))
+    assert mine.exists()
+    plan(open_store(tmp_path), options)
+    assert mine.exists()
+    planned(open_store(tmp_path))
+
+
 def test_two_plans_at_once_make_one_run(made, monkeypatch):
     _, options = made
     store, other = MemoryStore(), MemoryStore()
