@@ -262,3 +262,13 @@ def test_packed_batches_hold_the_samples_end_to_end(tmp_path: Path) -> None:
     cut = collate_packed(samples, max_tokens=first + 2)
     assert cut["row"].tolist() == [2, 6]
     assert cut["offsets"].tolist() == [0, first, first + 2]
+
+
+def test_batches_of_float8_codes_keep_their_scales(tmp_path: Path) -> None:
+    run = make_run(tmp_path, replace(RECIPE, dtype="float8_e4m3fn")).url
+    codes, values = HiddenStates(run, dequantize=False), HiddenStates(run)
+    for collate in (collate_padded, collate_packed):
+        raw, wanted = (collate([ds[i] for i in (2, 5, 9)]) for ds in (codes, values))
+        assert raw["hidden_states"].dtype == torch.float8_e4m3fn
+        found = raw["hidden_states"].float() * raw["hidden_states_scales"][..., None]
+        assert torch.equal(found, wanted["hidden_states"].float())
