@@ -136,6 +136,18 @@ def test_local_reads_are_views_that_never_write_to_the_file(tmp_path: Path) -> N
     assert_right(HiddenStates(tmp_path))
 
 
+@pytest.mark.parametrize("kind", [LocalStore, RemoteStore])
+def test_a_trainer_that_clears_a_mask_finds_it_whole_next_time(
+    tmp_path: Path, kind: type[LocalStore]
+) -> None:
+    make_run(tmp_path)
+    ds = HiddenStates(kind(tmp_path))
+    for sample in ds:
+        sample["loss_mask"].zero_()
+        sample["input_ids"].zero_()
+    assert_right(ds)
+
+
 def test_a_remote_sample_is_one_ranged_read(tmp_path: Path) -> None:
     make_run(tmp_path)
     store = RemoteStore(tmp_path)

@@ -42,9 +42,10 @@ class HiddenStates:
 
     ``ds[i]`` is a dict: ``row`` int, ``id`` int or str, ``input_ids`` int64 [S], ``loss_mask`` uint8 [S],
     ``hidden_states`` [S, K, H]. Ids, mask and states are unshifted and of equal length: position t of the states is
-    what the model computed at token t. States are private views of mapped files in the stored dtype. A run stored as
-    float8 gives its states in the dtype they were computed in (exact: its scales are powers of two), or, with
-    ``dequantize=False``, as stored and with ``hidden_states_scales`` float32 [S, K].
+    what the model computed at token t. States are private views of mapped files in the stored dtype: what is written into
+    one never reaches the file, but the next read of the sample in this process may find it: clone before you change one. A
+    run stored as float8 gives its states in the dtype they were computed in (exact: its scales are powers of two), or,
+    with ``dequantize=False``, as stored and with ``hidden_states_scales`` float32 [S, K].
 
     ``layers`` picks slots, in the order asked for. ``cache_dir`` keeps whole shards of a remote run on this machine,
     at most ``cache_bytes`` of them; without it each sample is one ranged read.
@@ -161,7 +162,8 @@ class HiddenStates:
             "row": int(self._index.rows[index]),
             "id": self._index.ids[index % len(self)].as_py(),
             "input_ids": self._read(shard, "input_ids", first, stop).to(torch.int64),
-            "loss_mask": self._read(shard, "loss_mask", first, stop),
+            # A copy, as the ids are: trainers clear the last token's, and a view would still be cleared in another use.
+            "loss_mask": self._read(shard, "loss_mask", first, stop).clone(),
         }
 
     def shard_tokens(
