@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -360,7 +361,7 @@ def test_a_users_data_set_in_a_folder_called_tokens_survives_a_plan_beside_it(ma
     _, options = made
     mine = tmp_path / "tokens" / "part-0.parquet"
     mine.parent.mkdir()
-    os.rename(options.dataset, mine)
+    Path(options.dataset).rename(mine)
     options = dataclasses.replace(options, dataset=str(mine.parent))
     with pytest.raises(PlanError, match="none of its 1 rows"):
         plan(open_store(tmp_path), dataclasses.replace(options, limit=1))
