@@ -79,6 +79,7 @@ JSON_ONLY = [
     ({"input_ids": ["a"], "loss_mask": [1]}, "input_ids is no flat list of numbers"),
     ({"input_ids": [[1], [2, 3]], "loss_mask": [1]}, "input_ids is no flat list of numbers"),
     ({"input_ids": [True], "loss_mask": [1]}, "input_ids is no flat list of numbers"),
+    ({"input_ids": [5, True], "loss_mask": [1, 1]}, "input_ids is no flat list of numbers"),
     ({"input_ids": "12", "loss_mask": [1]}, "input_ids is no list"),
     ({"input_ids": [2**70], "loss_mask": [1]}, "input_ids holds a number out of range"),
     ({"input_ids": [2**63], "loss_mask": [1]}, "out of range"),

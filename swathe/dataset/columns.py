@@ -91,6 +91,10 @@ def _missing(where: str, column: str, names: Sequence[str], hint: str) -> str:
 
 def check_types(file: InputFile, schema: Any, columns: Columns) -> None:
     """Refuse columns of a type that can never hold what is wanted; a null column only rejects its rows."""
+    for name in columns.names:
+        if schema.names.count(name) > 1:
+            msg = f"{file.location}: has {schema.names.count(name)} columns {name}; rename all but one"
+            raise PlanError(msg)
     _check_type(file, columns.data, columns.content, schema.field(columns.data).type)
     if columns.mask is not None:
         _check_type(file, columns.mask, "loss_mask", schema.field(columns.mask).type)
