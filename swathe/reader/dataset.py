@@ -113,6 +113,11 @@ class HiddenStates:
         return self._index.shard_of
 
     @property
+    def shard_keys(self) -> dict[int, str]:
+        """The shard of each range; a range that is done again gets another."""
+        return {range_id: shard.key for range_id, shard in self._index.shards.items()}
+
+    @property
     def offsets(self) -> NDArray[Any]:
         """Each sample's first token in its shard: int64 [n]."""
         return self._index.offsets
