@@ -208,6 +208,18 @@ def test_a_folder_of_parquet_is_read_in_sorted_order_across_row_groups(tmp_path)
     assert [samples[i][0] for i in range(60)] == list(range(60))
 
 
+def test_a_subfolder_that_is_a_link_is_read_and_one_that_leads_back_up_is_not(tmp_path):
+    write_jsonl(tmp_path / "0.jsonl", [GOOD[0]])
+    for name in ("d", "other"):
+        (tmp_path / name).mkdir()
+    write_jsonl(tmp_path / "other" / "b.jsonl", [GOOD[1]])
+    (tmp_path / "d" / "a.jsonl").symlink_to(tmp_path / "0.jsonl")
+    (tmp_path / "d" / "more").symlink_to(tmp_path / "other")
+    (tmp_path / "d" / "again").symlink_to(tmp_path / "d")
+    dataset = open_dataset(tmp_path / "d")
+    assert [file.name for file in dataset.files] == ["a.jsonl", "more/b.jsonl"]
+
+
 def test_a_null_typed_file_rejects_its_rows_only(tmp_path):
     write_parquet(tmp_path / "d" / "0.parquet", {"input_ids": [[1], [2]], "id": ["a", "b"]})
     write_parquet(tmp_path / "d" / "1.parquet", {"input_ids": pa.nulls(2), "id": pa.nulls(2)})

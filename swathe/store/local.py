@@ -156,14 +156,19 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         return self._root / key
 
-    def _walk(self, folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    def _walk(
+        self, folder: Path, above: tuple[os.stat_result, ...] = ()
+    ) -> Iterator[tuple[Path, os.stat_result]]:
+        """All files below a folder, also behind links: a data set's subfolder may lie on another disk."""
         try:
-            entries = list(os.scandir(folder))
+            here, entries = folder.stat(), list(os.scandir(folder))
         except FileNotFoundError:
             return
+        if any(os.path.samestat(here, one) for one in above):
+            return  # a link back up
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from self._walk(Path(entry.path))
+            if entry.is_dir():
+                yield from self._walk(Path(entry.path), (*above, here))
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed since the listing
                 yield Path(entry.path), entry.stat()
