@@ -78,7 +78,7 @@ class _Encoding:
     def __init__(self, inputs: Inputs) -> None:
         self.encode: Encoder | None = None
         self.tokenizer: TokenizerSpec | None = inputs.tokenizer
-        self.warnings: list[str] = []
+        self.warnings = inputs.dataset.columns.warnings
         if inputs.tokenizer is None:
             return
         folder = inputs.checkpoint.folder
@@ -89,7 +89,8 @@ class _Encoding:
             return
         kwargs = inputs.tokenizer.chat_template_kwargs
         chat = ChatEncoder(tokenizer, kwargs)
-        self.encode, self.warnings = chat, chat.warnings
+        self.encode = chat
+        self.warnings += chat.warnings
         self.tokenizer = describe_tokenizer(folder, chat.template, kwargs)
 
 
