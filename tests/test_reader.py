@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from swathe import HiddenStates, names
-from swathe.errors import ConfigError, IncompleteRunError, IntegrityError
+from swathe.errors import ConfigError, IncompleteRunError, IntegrityError, ObjectMissingError
 from swathe.reader import collate_packed, collate_padded, shards
 from swathe.reader.float8 import rounding
 from swathe.store.local import LocalStore
@@ -222,6 +222,26 @@ def test_errors_name_the_file(tmp_path: Path, harm: str, kind: type[LocalStore])
         ds[int(np.flatnonzero(ds.shard_of == 0)[0])]
     if not (kind is RemoteStore and harm in ("short", "empty")):
         assert isinstance(caught.value, IntegrityError)
+
+
+@pytest.mark.parametrize("kind", [LocalStore, RemoteStore])
+@pytest.mark.parametrize("harm", ["missing", "short"])
+def test_a_damaged_index_says_how_to_write_it_anew(
+    tmp_path: Path, harm: str, kind: type[LocalStore]
+) -> None:
+    rows = make_run(tmp_path).local_path(names.ROWS)
+    data = rows.read_bytes()
+    rows.unlink() if harm == "missing" else rows.write_bytes(data[:200])
+    with pytest.raises(IntegrityError, match=r"rows\.parquet: missing or damaged .*--repair"):
+        HiddenStates(kind(tmp_path))
+
+
+def test_a_file_is_no_run(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with pytest.raises(ObjectMissingError, match="no run here"):
+        HiddenStates(tmp_path / "run.json")
+    with pytest.raises(ConfigError, match="cannot write"):
+        LocalStore(tmp_path / "run.json").write("states/x", [b"x"])
 
 
 def test_an_error_in_a_worker_process_keeps_its_class_and_names_the_file(tmp_path: Path) -> None:

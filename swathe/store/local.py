@@ -30,7 +30,8 @@ logger = log.get("store")
 
 _TEMPORARY: Final = ".tmp-"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
-_DENIED: Final = {errno.EACCES, errno.EPERM, errno.EROFS}
+_DENIED: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+"""No attempt helps: of the last two, a file stands where a folder is wanted."""
 _UNABLE: Final = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _NO_LINK: Final = _UNABLE | {errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 _NO_FLUSH: Final = _UNABLE | {errno.EINVAL, errno.EBADF, errno.EISDIR}
@@ -65,7 +66,10 @@ class LocalStore:
     def read(self, key: str) -> bytes:
         """All bytes of a file."""
         with self._errors("read", key):
-            return self._path(key).read_bytes()
+            try:
+                return self._path(key).read_bytes()
+            except NotADirectoryError as error:
+                raise FileNotFoundError from error
 
     def read_range(self, key: str, offset: int, size_bytes: int) -> bytes:
         """A slice of a file."""
@@ -112,7 +116,7 @@ class LocalStore:
         with self._errors("stat", key):
             try:
                 info = self._path(key).stat()
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return None
             return ObjectInfo(key=key, size_bytes=info.st_size, modified_s=info.st_mtime)
 
