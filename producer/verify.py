@@ -131,6 +131,8 @@ class _Checker:
 
     def __call__(self, record: RangeRecord) -> str | None:
         """What is wrong with the range, in words, or None. StoreError passes: it says nothing of the data."""
+        if self._full and (problem := self._miscounted(record)):
+            return problem
         if record.shard is None:
             return (
                 None
@@ -150,6 +152,14 @@ class _Checker:
         except (FormatError, StoreError) as error:
             return str(error)
         return next(self._problems(record, header), None)
+
+    def _miscounted(self, record: RangeRecord) -> str | None:
+        planned = self._tokens.read_range(record.range_id).rows
+        quarantined = [one.row for one in record.quarantined]
+        stored = int((~np.isin(planned, quarantined)).sum())
+        if (stored, len(planned) - stored) == (record.samples, len(quarantined)):
+            return None
+        return f"{record.samples} samples and {len(quarantined)} quarantined ones recorded, of the plan's {len(planned)}"
 
     def _problems(self, record: RangeRecord, header: codec.Header) -> Iterator[str]:
         spec = self._spec

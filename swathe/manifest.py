@@ -213,11 +213,12 @@ def index_problem(store: Store, state: RunState) -> str | None:
         if read_manifest(store) != _manifest(state):
             return f"{names.MANIFEST} is not what the records say"
         written = pq.read_table(io.BytesIO(store.read(names.ROWS)))
-    except FormatError as error:
+        derived = index_rows(store, state)
+    except (FormatError, IntegrityError) as error:
         return str(error)
     except (pa.ArrowException, OSError, ObjectMissingError) as error:
         return f"{names.ROWS} cannot be read ({next(iter(str(error).splitlines()), '')})"
-    if not written.equals(index_rows(store, state)):
+    if not written.equals(derived):
         return f"{names.ROWS} is not what the plan and the records say"
     return None
 

@@ -148,3 +148,12 @@ def test_ids_of_other_rows_are_not_sealed(store, harm) -> None:
     store.delete(names.MANIFEST)
     with pytest.raises(IntegrityError, match=r"tokens/rows\.parquet.*ids"):
         seal(store)
+
+
+@pytest.mark.parametrize("change", [{"samples": 4}, {"shard": None, "samples": 0}])
+def test_a_record_that_does_not_account_for_its_rows_is_damaged(store, change) -> None:
+    record = read_record(store, read_run(store), RangeId(2))
+    store.write(names.record(RangeId(2)), [to_json(replace(record, **change))])
+    found = verify(store, full=True)
+    assert list(found.damaged) == [2]
+    assert "recorded, of the plan's 5" in found.damaged[RangeId(2)]

@@ -13,6 +13,7 @@ import structlog
 import xxhash
 
 from swathe.errors import ConfigError, NoSpaceError, StoreError, SwatheError
+from swathe.store import open_store
 from swathe.store.local import LocalStore
 
 
@@ -34,6 +35,7 @@ def test_writers_killed_at_any_moment_leave_the_old_object_or_the_new_one(tmp_pa
     program = """
 import os, random, signal, sys, time
 from pathlib import Path
+from swathe.store import open_store
 from swathe.store.local import LocalStore
 root = Path(sys.argv[1])
 old, new = b"o" * 3_000_000, b"n" * 5_000_000
@@ -247,3 +249,11 @@ def test_file_modes_follow_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in "ab"} == {0o640}
+
+
+def test_a_path_from_the_home_folder_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--out=~/run`` reaches the program as it is written."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/run").url == str(tmp_path / "run")
