@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,20 @@ def test_a_cache_fetches_each_shard_once_and_stays_within_its_bound(tmp_path: Pa
     assert 0 < held <= limit
     with pytest.raises(ConfigError, match="cache"):
         HiddenStates(store, cache_dir=cache, cache_bytes=0)
+
+
+def test_readers_that_share_a_small_cache_do_not_take_each_others_shards(tmp_path: Path) -> None:
+    """Each as a process of its own has them: its own mappings, and locks on files that it opened itself."""
+    make_run(tmp_path / "run", RECIPE)
+    one_shard = {"cache_dir": tmp_path / "cache", "cache_bytes": 1}
+
+    def read_all(_: int) -> None:
+        ds = HiddenStates(RemoteStore(tmp_path / "run"), **one_shard)
+        for _ in range(3):
+            assert_right(ds)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(read_all, range(6)))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

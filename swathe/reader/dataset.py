@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -230,22 +230,22 @@ def _source(
     store: Store, cache_dir: str | Path | None, run_id: str, cache_bytes: int
 ) -> ShardSource:
     if store.local_path("") is not None:
-        return MappedShards(partial(_local_path, store))
+        return MappedShards(partial(_open_local, store))
     if cache_dir is None:
         return RemoteShards(store)
     if cache_bytes < 1:
         msg = f"a cache of {cache_bytes} bytes holds no shard; give cache_bytes or leave cache_dir out"
         raise ConfigError(msg)
     cache = ShardCache(store, Path(cache_dir), run_id=run_id, limit_bytes=cache_bytes)
-    return MappedShards(cache.path, _CACHED_MAPS)
+    return MappedShards(cache.open, _CACHED_MAPS)
 
 
-def _local_path(store: Store, shard: Shard) -> Path:
+def _open_local(store: Store, shard: Shard) -> BinaryIO:
     path = store.local_path(shard.key)
     if path is None:
         msg = f"{store.url} has no local files"
         raise ConfigError(msg)
-    return path
+    return path.open("rb")
 
 
 def shard_order(dataset: HiddenStates) -> NDArray[Any]:

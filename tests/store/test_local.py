@@ -35,7 +35,6 @@ def test_writers_killed_at_any_moment_leave_the_old_object_or_the_new_one(tmp_pa
     program = """
 import os, random, signal, sys, time
 from pathlib import Path
-from swathe.store import open_store
 from swathe.store.local import LocalStore
 root = Path(sys.argv[1])
 old, new = b"o" * 3_000_000, b"n" * 5_000_000
