@@ -383,6 +383,9 @@ def test_a_template_that_writes_the_date_is_reported(tokenizer):
     dated = "{{ strftime_now('%d') if not date_string else date_string }}" + CHATML
     assert "today's date" in encoder(tokenizer, dated).warnings[0]
     assert encoder(tokenizer, dated, date_string="1").warnings == []
+    # As gpt-oss: nothing that could be given takes the date's place.
+    (said,) = encoder(tokenizer, "{{ strftime_now('%d') }}" + CHATML, date_string="1").warnings
+    assert "a copy of the model's folder" in said
     assert encoder(tokenizer, CHATML).warnings == []
 
 
