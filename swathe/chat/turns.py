@@ -11,7 +11,6 @@ A turn begins where the generation prompt ends (what a template inserts after it
 ``<think></think>``, is what the model would have to say), and ends with the special token right after the content.
 """
 
-import os.path
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -180,7 +179,8 @@ def _prompt_forms(render: Render, special_tokens: Sequence[str]) -> list[str]:
         without, with_prompt = render(turns, False), render(turns, True)
     except Exception:  # noqa: BLE001 - a template of someone else; rows will tell
         return []
-    at = len(os.path.commonpath([without, with_prompt]))
+    pairs = enumerate(zip(without, with_prompt, strict=False))
+    at = next((at for at, (one, other) in pairs if one != other), len(without))
     if _PROBE not in without[:at]:
         return []
     # Phi-3 ends what has no prompt with <|endoftext|>, and its prompt begins with <|assistant|>: they share "<|".
