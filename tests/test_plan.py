@@ -358,6 +358,19 @@ def test_an_interrupted_plan_of_other_options_leaves_no_files_behind(made):
     planned(store)
 
 
+@pytest.mark.parametrize("where", [".", "runs/one"])
+def test_a_run_inside_of_its_data_sets_folder_is_no_part_of_it(made, tmp_path, where):
+    _, options = made
+    folder = tmp_path / "data"
+    folder.mkdir()
+    Path(options.dataset).rename(folder / "d.parquet")
+    options = dataclasses.replace(options, dataset=str(folder))
+    first = plan(open_store(folder / where), options)
+    assert [file.name for file in first.spec.dataset.files] == ["d.parquet"]
+    assert plan(open_store(folder / where), options).reused
+    assert plan(MemoryStore(), options).spec.fingerprint == first.spec.fingerprint
+
+
 def test_masks_and_tools_that_are_not_read_are_said(made, tmp_path):
     _, options = made
     assert plan(MemoryStore(), options).warnings == ()
