@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from producer.cli import app
 from producer.verify import verify
 from swathe import HiddenStates, names
-from swathe.errors import IncompleteRunError, IntegrityError
+from swathe.errors import IncompleteRunError, IntegrityError, NewerFormatError
 from swathe.manifest import index_rows, seal
 from swathe.records import RunWatcher, read_record, read_run
 from swathe.spec import Policies, Quarantined, RangeId, to_json
@@ -157,3 +157,15 @@ def test_a_record_that_does_not_account_for_its_rows_is_damaged(store, change) -
     found = verify(store, full=True)
     assert list(found.damaged) == [2]
     assert "recorded, of the plan's 5" in found.damaged[RangeId(2)]
+
+
+def test_a_record_of_a_newer_swathe_is_not_taken_for_damage(tmp_path) -> None:
+    store = LocalStore(tmp_path)
+    write_run(store)
+    key = names.record(RangeId(1))
+    newer = store.read(key).replace(b'"format_version": 1', b'"format_version": 2')
+    store.write(key, [newer])
+    found = CliRunner().invoke(app, ["verify", str(tmp_path), "--repair"])
+    assert isinstance(found.exception, NewerFormatError)
+    assert "upgrade swathe" in str(found.exception)
+    assert store.read(key) == newer

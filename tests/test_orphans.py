@@ -32,11 +32,10 @@ def test_only_old_shards_without_a_record_go() -> None:
 
 
 def test_shards_of_a_record_that_cannot_be_read_stay() -> None:
-    """A newer worker's record is unreadable here, and its shard is the only copy of the range."""
     store = MemoryStore()
     written = write_run(store, sealed=False)
     key = names.record(RangeId(1))
-    store.write(key, [store.read(key).replace(b'"format_version": 1', b'"format_version": 2')])
+    store.write(key, [store.read(key)[:-20]])
     state = RunWatcher(store, written.spec).read()
     assert state.invalid == {1}
     assert collect(store, state, now_s=time.time() + 100, grace_s=50) == (0, 0)
