@@ -208,6 +208,15 @@ def test_calls_without_content_are_supervised_alone(tokenizer, content, thinking
     assert said.endswith("done<|im_end|>")
 
 
+def test_an_empty_list_of_calls_is_no_call(tokenizer):
+    """Llama 3.1 takes the field for a call, and Mistral's templates begin one."""
+    asks = "{% for m in messages %}{% if 'tool_calls' in m %}{{ raise_exception('a call') }}{% endif %}{% endfor %}"
+    talk = chat("q", "hello")
+    talk[1]["tool_calls"] = []
+    (sample,) = encoder(tokenizer, asks + CHATML)([talk])
+    assert supervised(tokenizer, sample) == ["hello<|im_end|>"]
+
+
 @pytest.mark.parametrize("template", [PHI3, MISTRAL])
 def test_calls_that_a_template_does_not_write_are_no_empty_answers(tokenizer, template):
     talk = chat("q", "", "and", "done")
