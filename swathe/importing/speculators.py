@@ -242,6 +242,8 @@ def _checked(source: Path, files: list[Path], options: ImportOptions) -> Iterato
     def check(row: Row) -> str:
         if len(row.input_ids) == 0 or len(row.loss_mask) != len(row.input_ids):
             return f"!{len(row.input_ids)} tokens with a loss mask of {len(row.loss_mask)}"
+        if int(row.loss_mask.max()) > 1:
+            return f"!loss_mask holds {row.loss_mask.max()}, neither 0 nor 1"
         if not 0 <= int(row.input_ids.min()) <= int(row.input_ids.max()) < options.model.vocab_rows:
             return "!a token id that the model does not know"
         try:

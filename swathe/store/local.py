@@ -126,7 +126,7 @@ class LocalStore:
             self._path(prefix) if prefix.endswith("/") or not prefix else self._path(prefix).parent
         )
         with self._errors("list", prefix):
-            for path, info in self._walk(folder):
+            for path, info in self._walk(folder, links=True):
                 key = path.relative_to(self._root).as_posix()
                 if key.startswith(prefix) and not path.name.startswith(_TEMPORARY):
                     yield ObjectInfo(key=key, size_bytes=info.st_size, modified_s=info.st_mtime)
@@ -151,7 +151,8 @@ class LocalStore:
         """Remove temporaries that a dead process left; returns how many."""
         removed = 0
         with self._errors("collect", _TEMPORARY):
-            for path, info in self._walk(self._path(prefix)):
+            # What lies behind links is not ours to clean.
+            for path, info in self._walk(self._path(prefix), links=False):
                 if path.name.startswith(_TEMPORARY) and time.time() - info.st_mtime > older_than_s:
                     path.unlink(missing_ok=True)
                     removed += 1
@@ -161,9 +162,9 @@ class LocalStore:
         return self._root / key
 
     def _walk(
-        self, folder: Path, above: tuple[os.stat_result, ...] = ()
+        self, folder: Path, *, links: bool, above: tuple[os.stat_result, ...] = ()
     ) -> Iterator[tuple[Path, os.stat_result]]:
-        """All files below a folder, also behind links: a data set's subfolder may lie on another disk."""
+        """All files below a folder; with ``links`` also of linked folders: a data set's may lie on another disk."""
         try:
             here, entries = folder.stat(), list(os.scandir(folder))
         except FileNotFoundError:
@@ -171,8 +172,8 @@ class LocalStore:
         if any(os.path.samestat(here, one) for one in above):
             return  # a link back up
         for entry in entries:
-            if entry.is_dir():
-                yield from self._walk(Path(entry.path), (*above, here))
+            if entry.is_dir(follow_symlinks=links):
+                yield from self._walk(Path(entry.path), links=links, above=(*above, here))
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed since the listing
                 yield Path(entry.path), entry.stat()

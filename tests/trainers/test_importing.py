@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -128,6 +129,18 @@ def test_bad_files_are_rejected_with_their_reasons(
     assert [row for row, words in expected.items() if words not in found[row]] == []
     kept = [row for row in range(60) if row not in expected]
     assert HiddenStates(tmp_path / "run").rows.tolist() == kept
+
+
+def test_a_mask_of_weights_is_no_mask(folder: Path, options: ImportOptions, tmp_path: Path) -> None:
+    (path,) = folder.glob("data-*.arrow")
+    table = pa.ipc.open_stream(path.read_bytes()).read_all()
+    masks = table["loss_mask"].to_pylist()
+    masks[5][-1] = 2
+    table = table.set_column(1, "loss_mask", pa.array(masks))
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    assert import_speculators(folder, LocalStore(tmp_path / "run"), options).rejected == 1
+    assert "loss_mask holds 2" in (tmp_path / "run" / "rejected.jsonl").read_text()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
