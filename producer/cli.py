@@ -15,7 +15,7 @@ from producer.options import PlanOptions
 from producer.plan import PlanReport, plan
 from producer.progress import counted_progress, plan_progress
 from producer.report import plan_json, plan_lines
-from producer.verify import Verification, verify, withdraw
+from producer.verify import Verification, seal_again, verify, withdraw
 from swathe import log
 from swathe.errors import ConfigError, IncompleteRunError, SwatheError
 from swathe.location import open_home
@@ -272,6 +272,8 @@ def verify_command(
         if settings.redis_url is not None:
             state = watcher.read()
             fleet.Fleet(fleet.connect(settings), watcher.store, spec).submit(state)
+    if repair and result.index:
+        seal_again(store)
     if json_:
         _print_json(_verification_json(result))
     else:
@@ -296,6 +298,7 @@ def _verification_json(result: Verification) -> dict[str, Any]:
         "missing": list(result.missing),
         "set_aside": list(result.failed),
         "damaged": {str(range_id): why for range_id, why in result.damaged.items()},
+        "index": result.index,
     }
 
 
@@ -312,6 +315,9 @@ def _verification_lines(result: Verification, *, repaired: bool) -> list[str]:
     if result.damaged:
         done = "withdrawn; swathe submit or swathe run redoes exactly these"
         lines.append(f"  {done if repaired else 'withdraw them with: swathe verify --repair'}")
+    if result.index:
+        done = "written anew" if repaired else "write it anew with: swathe verify --full --repair"
+        lines.append(f"  index      {result.index}; {done}")
     return lines
 
 

@@ -290,8 +290,8 @@ def _clear(source: Store, home: Store, spec: RunSpec) -> None:
     # First, so that without moved.json there is no run here, and not half of one.
     source.delete(names.RUN)
     for folder in _FOLDERS:
-        for item in list(source.list(folder)):
-            source.delete(item.key)
+        for key in [item.key for item in source.list(folder) if names.is_of_run(item.key)]:
+            source.delete(key)
     for key in (*_SINGLES, names.MOVING):
         source.delete(key)
     for folder in _FOLDERS:

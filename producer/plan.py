@@ -78,7 +78,7 @@ class _Encoding:
     def __init__(self, inputs: Inputs) -> None:
         self.encode: Encoder | None = None
         self.tokenizer: TokenizerSpec | None = inputs.tokenizer
-        self.warnings: list[str] = []
+        self.warnings = inputs.dataset.columns.warnings
         if inputs.tokenizer is None:
             return
         folder = inputs.checkpoint.folder
@@ -89,7 +89,8 @@ class _Encoding:
             return
         kwargs = inputs.tokenizer.chat_template_kwargs
         chat = ChatEncoder(tokenizer, kwargs)
-        self.encode, self.warnings = chat, chat.warnings
+        self.encode = chat
+        self.warnings += chat.warnings
         self.tokenizer = describe_tokenizer(folder, chat.template, kwargs)
 
 
@@ -112,7 +113,7 @@ def _write(
     store.write(names.REJECTED, _rejected_lines(tally.rejected, as_text=writer.ids_are_text))
     # An interrupted plan of other options may have left more files than this one has; a plan that won has not.
     if store.stat(names.RUN) is None:
-        for stale in {info.key for info in store.list(names.TOKENS)} - all_keys(files):
+        for stale in _token_keys(store) - all_keys(files):
             store.delete(stale)
     draft = RunSpec(
         run_id=RunId(secrets.token_hex(8)),
@@ -238,6 +239,11 @@ def _reused(store: Store, spec: RunSpec) -> PlanReport:
     return _report(store, spec, summary, state=RunWatcher(store, spec).read())
 
 
+def _token_keys(store: Store) -> set[str]:
+    """What plans wrote below tokens/. A folder of that name may have been there before, with a user's data set in it."""
+    return {info.key for info in store.list(names.TOKENS) if names.is_of_run(info.key)}
+
+
 @contextlib.contextmanager
 def _nothing_half_written(store: Store) -> Iterator[None]:
     """After an error, remove what the plan wrote, and folders that are empty then."""
@@ -247,7 +253,7 @@ def _nothing_half_written(store: Store) -> Iterator[None]:
         yield
     except BaseException:
         if store.stat(names.RUN) is None:
-            for key in [info.key for info in store.list(names.TOKENS)]:
+            for key in _token_keys(store):
                 store.delete(key)
             store.delete(names.REJECTED)
             store.delete(names.PROVENANCE)

@@ -3,7 +3,8 @@
 Quick: each record's shard is there, of the recorded size, with the header the run promises. Full: all bytes are read
 once, 64 MB at a time; the hash is the recorded one, ids, masks and rows are the planned ones, every stored vector
 is finite, no sample has a slot of zeros only (a right-length file with a zeroed tail passes weaker tests), and every scale of a float8
-run is a power of two. Imported ranges keep the scales that they came with: those must be finite and positive.
+run is a power of two. Imported ranges keep the scales that they came with: those must be finite and positive. The index of a sealed
+run (manifest.json, rows.parquet) is what sealing would write.
 """
 
 import os
@@ -18,6 +19,7 @@ import xxhash
 from swathe import codec, names
 from swathe.errors import FormatError, StoreError
 from swathe.location import at_home
+from swathe.manifest import index_problem, seal
 from swathe.records import RunState, RunWatcher, open_run
 from swathe.spec import FLOAT8, RangeId, RangeRecord, RunSpec
 from swathe.store import Store
@@ -38,12 +40,14 @@ class Verification:
     missing: tuple[RangeId, ...]
     failed: tuple[RangeId, ...]
     damaged: dict[RangeId, str] = field(default_factory=dict)
+    index: str | None = None
+    """What is wrong with the index of a sealed run; only a full verification looks."""
     sealed: bool
 
     @property
     def ok(self) -> bool:
         """Complete and undamaged."""
-        return not (self.missing or self.failed or self.damaged)
+        return not (self.missing or self.failed or self.damaged or self.index)
 
 
 def verify(
@@ -75,12 +79,14 @@ def _verify(
                 damaged[record.range_id] = problem
             if progress:
                 progress(done, len(state.records))
+    whole = full and state.sealed and not damaged and state.complete
     return Verification(
         checked=len(state.records),
         full=full,
         missing=tuple(i for i in state.missing if i not in state.invalid),
         failed=tuple(sorted(state.failed)),
         damaged=dict(sorted(damaged.items())),
+        index=index_problem(store, state) if whole else None,
         sealed=state.sealed,
     )
 
@@ -92,6 +98,12 @@ def withdraw(store: Store, state: RunState, range_ids: list[RangeId]) -> None:
     """
     if range_ids:
         at_home(store, lambda home: _withdraw(home, state, range_ids))
+
+
+def seal_again(store: Store) -> None:
+    """Write the index of a complete run anew."""
+    at_home(store, lambda home: home.delete(names.MANIFEST))
+    seal(store)
 
 
 def _withdraw(store: Store, state: RunState, range_ids: list[RangeId]) -> None:
@@ -119,6 +131,8 @@ class _Checker:
 
     def __call__(self, record: RangeRecord) -> str | None:
         """What is wrong with the range, in words, or None. StoreError passes: it says nothing of the data."""
+        if self._full and (problem := self._miscounted(record)):
+            return problem
         if record.shard is None:
             return (
                 None
@@ -138,6 +152,14 @@ class _Checker:
         except (FormatError, StoreError) as error:
             return str(error)
         return next(self._problems(record, header), None)
+
+    def _miscounted(self, record: RangeRecord) -> str | None:
+        planned = self._tokens.read_range(record.range_id).rows
+        quarantined = [one.row for one in record.quarantined]
+        stored = int((~np.isin(planned, quarantined)).sum())
+        if (stored, len(planned) - stored) == (record.samples, len(quarantined)):
+            return None
+        return f"{record.samples} samples and {len(quarantined)} quarantined ones recorded, of the plan's {len(planned)}"
 
     def _problems(self, record: RangeRecord, header: codec.Header) -> Iterator[str]:
         spec = self._spec

@@ -110,7 +110,11 @@ def read_header(read_range: Callable[[int, int], bytes], *, origin: str) -> Head
 
     Raises FormatError when the file does not start like a safetensors file.
     """
-    (length,) = struct.unpack("<Q", read_range(0, 8))
+    try:
+        (length,) = struct.unpack("<Q", read_range(0, 8))
+    except struct.error as error:
+        msg = f"{origin}: shorter than any header; the file is damaged or no safetensors file"
+        raise FormatError(msg) from error
     if not 2 <= length <= _MAX_HEADER_BYTES:
         msg = f"{origin}: header of {length} bytes; the file is damaged or no safetensors file"
         raise FormatError(msg)
@@ -118,20 +122,26 @@ def read_header(read_range: Callable[[int, int], bytes], *, origin: str) -> Head
         entries: dict[str, Any] = json.loads(read_range(8, length))
         metadata = entries.pop("__metadata__", {})
         start = 8 + length
-        tensors = {
-            name: TensorInfo(
-                dtype=_BY_CODE.get(entry["dtype"], entry["dtype"]),
-                shape=tuple(entry["shape"]),
-                offset=start + entry["data_offsets"][0],
-                size_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
-            )
-            for name, entry in entries.items()
-        }
+        tensors = {name: _tensor_info(entry, start) for name, entry in entries.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{origin}: unreadable header ({error}); the file is damaged or no safetensors file"
         raise FormatError(msg) from error
     end = max((tensor.offset + tensor.size_bytes for tensor in tensors.values()), default=start)
     return Header(tensors=tensors, metadata=metadata, size_bytes=end)
+
+
+def _tensor_info(entry: dict[str, Any], start: int) -> TensorInfo:
+    """An entry of a header. Raises ValueError, KeyError or TypeError for one that cannot be right: a wrong shape would
+    cut a file into wrong slices.
+    """  # noqa: D205 - one sentence
+    first, end = entry["data_offsets"]
+    dtype, shape = _BY_CODE.get(entry["dtype"], entry["dtype"]), tuple(entry["shape"])
+    whole = all(type(number) is int and number >= 0 for number in (*shape, first, end))
+    known = _DTYPES.get(dtype)
+    if not whole or (known is not None and end - first != math.prod(shape) * known[1]):
+        msg = f"bytes {first} to {end} do not hold {dtype} {list(shape)}"
+        raise ValueError(msg)
+    return TensorInfo(dtype=dtype, shape=shape, offset=start + first, size_bytes=end - first)
 
 
 def slice_rows(info: TensorInfo, first: int, stop: int) -> TensorInfo:

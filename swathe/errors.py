@@ -40,9 +40,13 @@ class RunMismatchError(SwatheError):
 
 
 class FormatError(SwatheError):
-    """Raised when a file is not of the format, or of a newer version than this code knows."""
+    """Raised when a file is not of the format."""
 
     exit_code = 2
+
+
+class NewerFormatError(FormatError):
+    """Raised when a file is of a newer version than this code knows: whole, and nothing to be repaired."""
 
 
 class IncompleteRunError(SwatheError):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from swathe import codec, names
-from swathe.errors import IncompleteRunError, IntegrityError
+from swathe.errors import FormatError, IncompleteRunError, IntegrityError, ObjectMissingError
 from swathe.location import at_home
 from swathe.orphans import collect
 from swathe.records import RunState, RunWatcher, open_run, read_failed
@@ -123,12 +122,10 @@ def index_rows(store: Store, state: RunState) -> pa.Table:
     """Where each stored sample lies: row, id, shard (range id), offset and length in tokens, by user's row.
 
     Ranges without a record are left out, so the index of a run that goes on can be had too.
-    Raises IntegrityError when a record's counts are not what the plan says.
+    Raises IntegrityError when a record's counts are not what the plan says, or the ids are those of other rows.
     """
-    planned = pq.read_table(io.BytesIO(store.read(names.TOKEN_ROWS)))
-    rows: NDArray[Any] = planned["row"].to_numpy()
-    lengths = planned["length"].to_numpy().astype("i8")
-    starts = _range_starts(store, state.spec)
+    starts, rows, lengths = _planned(store, state.spec)
+    ids = _planned_ids(store, rows)
     shard = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     kept = np.isin(shard, np.fromiter(state.records, dtype="i8", count=len(state.records)))
     bad = [sample.row for record in state.records.values() for sample in record.quarantined]
@@ -141,25 +138,53 @@ def index_rows(store: Store, state: RunState) -> pa.Table:
     order = order[np.argsort(rows[order], kind="stable")]
     return pa.table({
         "row": rows[order],
-        "id": planned["id"].take(pa.array(order)),
+        "id": ids.take(pa.array(order)),
         "shard": shard[order].astype("i4"),
         "offset": offsets[order],
         "length": lengths[order].astype("i4"),
     })  # fmt: skip
 
 
-def _range_starts(store: Store, spec: RunSpec) -> NDArray[np.int64]:
-    """Place in the plan of each range's first sample, and the end: int64 [ranges + 1]."""
-    parts: list[NDArray[np.int64]] = []
+def _planned(
+    store: Store, spec: RunSpec
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Of the plan: place of each range's first sample, and the end [ranges + 1]; row and length of each sample [n]."""
+    starts, rows, lengths = [], [], []
     for file in spec.token_files:
         header = codec.read_header(
             lambda offset, size, name=file.name: store.read_range(name, offset, size),  # type: ignore[misc]
             origin=f"{store.url}/{file.name}",
         )
-        info = header.tensors["range_starts"]
-        array = codec.to_array(info, store.read_range(file.name, info.offset, info.size_bytes))
-        parts.append(array[:-1] + file.first_sample)
-    return np.concatenate([*parts, [spec.totals.samples]])
+        # The three lie side by side: one request.
+        infos = [header.tensors[name] for name in ("offsets", "range_starts", "row")]
+        first = min(info.offset for info in infos)
+        size_bytes = max(info.offset + info.size_bytes for info in infos) - first
+        data = memoryview(store.read_range(file.name, first, size_bytes))
+        offsets, range_starts, row = (
+            codec.to_array(info, data[info.offset - first :][: info.size_bytes]) for info in infos
+        )
+        starts.append(range_starts[:-1] + file.first_sample)
+        rows.append(row)
+        lengths.append(np.diff(offsets))
+    starts.append(np.array([spec.totals.samples]))
+    return np.concatenate(starts), np.concatenate(rows), np.concatenate(lengths)
+
+
+def _planned_ids(store: Store, rows: NDArray[np.int64]) -> pa.ChunkedArray:
+    """The id of each sample of the plan. Raises IntegrityError when the table of ids is not of these rows."""
+    try:
+        table = pq.read_table(io.BytesIO(store.read(names.TOKEN_ROWS)))
+    except (pa.ArrowException, OSError) as error:
+        problem = f"cannot be read ({next(iter(str(error).splitlines()), '')})"
+    else:
+        if np.array_equal(table["row"], rows):
+            return table["id"]
+        problem = "its rows are not those of the planned tokens"
+    msg = (
+        f"{store.url}/{names.TOKEN_ROWS}: {problem}; it is damaged, and the ids of samples stand there only: copy it back, "
+        "or plan the run again in another folder"
+    )
+    raise IntegrityError(msg, key=names.TOKEN_ROWS)
 
 
 def _check_counts(
@@ -180,6 +205,22 @@ def _check_counts(
                 f"{samples} and {tokens}; withdraw it with: swathe verify --repair"
             )
             raise IntegrityError(msg, key=key)
+
+
+def index_problem(store: Store, state: RunState) -> str | None:
+    """What is wrong with the two files of a sealed run's index, in words; None when they are what sealing would write."""
+    try:
+        if read_manifest(store) != _manifest(state):
+            return f"{names.MANIFEST} is not what the records say"
+        written = pq.read_table(io.BytesIO(store.read(names.ROWS)))
+        derived = index_rows(store, state)
+    except (FormatError, IntegrityError) as error:
+        return str(error)
+    except (pa.ArrowException, OSError, ObjectMissingError) as error:
+        return f"{names.ROWS} cannot be read ({next(iter(str(error).splitlines()), '')})"
+    if not written.equals(derived):
+        return f"{names.ROWS} is not what the plan and the records say"
+    return None
 
 
 def _require_complete(store: Store, state: RunState) -> None:

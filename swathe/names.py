@@ -35,6 +35,10 @@ JOB_FUNCTION: Final = "swathe.extract_range"
 _RECORD = re.compile(r"states/(\d{6,})\.json")
 _FAILED = re.compile(r"states/(\d{6,})\.failed\.json")
 _SHARD = re.compile(r"states/(\d{6,})-([0-9a-f]{12})\.safetensors")
+_IN_FOLDERS = re.compile(
+    rf"{_RECORD.pattern}|{_FAILED.pattern}|{_SHARD.pattern}|canaries/\d{{6,}}\.json"
+    r"|tokens/\d{5,}\.safetensors|tokens/rows\.parquet"
+)
 
 
 def token_file(index: int) -> str:
@@ -83,6 +87,11 @@ def shard_range(key: str) -> RangeId | None:
     """The range whose shard (of any attempt) this key is, or None."""
     match = _SHARD.fullmatch(key)
     return RangeId(int(match[1])) if match else None
+
+
+def is_of_run(key: str) -> bool:
+    """Whether a run writes under this key of its folders; whatever else lies there is somebody's, and stays."""
+    return _IN_FOLDERS.fullmatch(key) is not None
 
 
 def queue(model_key: str) -> str:

@@ -18,13 +18,14 @@ def find_orphans(
 ) -> list[ObjectInfo]:
     """Shards older than the grace period that no record of ``state`` names.
 
-    ``state`` must have been read after ``now_s`` was taken, so that a record made meanwhile is known.
+    A record that cannot be read may name any shard of its range: these stay. ``state`` must have been read after ``now_s`` was taken, so that a record made meanwhile is known.
     """
     named = {record.shard for record in state.records.values()}
     return [
         item
         for item in store.list(names.STATES)
-        if names.shard_range(item.key) is not None
+        if (range_id := names.shard_range(item.key)) is not None
+        and range_id not in state.invalid
         and item.key not in named
         and now_s - item.modified_s > grace_s
     ]

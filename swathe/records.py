@@ -12,7 +12,7 @@ from typing import Final
 
 from swathe import names
 from swathe.canaries import read_canaries, suspects
-from swathe.errors import FormatError, ObjectMissingError, RunMismatchError
+from swathe.errors import FormatError, NewerFormatError, ObjectMissingError, RunMismatchError
 from swathe.location import at_home, open_home, read_departure
 from swathe.spec import CanaryRecord, FailedMarker, RangeId, RangeRecord, RunSpec, from_json
 from swathe.store import Store, open_store
@@ -94,7 +94,10 @@ class RunWatcher:
         self._canaries: dict[str, CanaryRecord] = {}
 
     def read(self) -> RunState:
-        """A fresh snapshot, from where the run is now. Raises StoreError when the store cannot be listed."""
+        """A fresh snapshot, from where the run is now.
+
+        Raises StoreError when the store cannot be listed, NewerFormatError when a newer swathe wrote a record.
+        """
         return at_home(self.store, self._read)
 
     def _read(self, store: Store) -> RunState:
@@ -140,6 +143,8 @@ class RunWatcher:
     def _try_read(self, range_id: RangeId) -> RangeRecord | Exception:
         try:
             return read_record(self.store, self._spec, range_id)
+        except NewerFormatError:
+            raise  # whoever takes it for damaged would withdraw good work
         except (FormatError, RunMismatchError, ObjectMissingError) as error:
             return error
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NewType, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from swathe.errors import FormatError
+from swathe.errors import FormatError, NewerFormatError
 
 FORMAT_VERSION: Final = 1
 PAYLOAD_VERSION: Final = 1
@@ -352,7 +352,7 @@ def to_json(value: Any, *, indent: int | None = None) -> bytes:
 def from_json(kind: type[_Value], data: bytes | str, *, origin: str) -> _Value:
     """Read a frozen value; ``origin`` names the file in errors.
 
-    Raises FormatError when the bytes are no such value or are of a newer format version.
+    Raises FormatError when the bytes are no such value, NewerFormatError when they are of a newer format version.
     """
     try:
         raw = json.loads(data)
@@ -362,7 +362,7 @@ def from_json(kind: type[_Value], data: bytes | str, *, origin: str) -> _Value:
     version = raw.get("format_version", FORMAT_VERSION) if isinstance(raw, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         msg = f"{origin}: format version {version}, this swathe reads up to {FORMAT_VERSION}; upgrade swathe"
-        raise FormatError(msg)
+        raise NewerFormatError(msg)
     try:
         if kind not in _ADAPTERS:
             _ADAPTERS[kind] = TypeAdapter(kind)

@@ -26,6 +26,17 @@ MISTRAL = (
     "{{ raise_exception('roles must alternate') }}{% endif %}{% if m.role == 'user' %}"
     "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
+PHI3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% else %}<|bos|>{% endif %}"
+)
+"""Without a generation prompt it writes a token that begins like one."""
+HARMONY = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.thinking %}<|header|>analysis<|end_header|>{{ m.thinking }}<|eot|>"
+    "<|im_start|>assistant{% endif %}<|header|>final<|end_header|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+"""As gpt-oss: thinking and answer have a head each, and only the first is the prompt's."""
 GENERATION = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content }}<|im_end|>{% endgeneration %}\n{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -44,7 +55,9 @@ QWEN3 = """\
 {%- if loop.index0 > ns.last and (loop.last or thinking) -%}
 {{ '<|im_start|>assistant\n<think>\n' + thinking.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
 {%- else -%}{{ '<|im_start|>assistant\n' + content }}{%- endif -%}
-{%- for call in m.tool_calls or [] -%}{{ '\n<tool_call>\n' + call.name + '\n</tool_call>' }}{%- endfor -%}
+{%- for call in m.tool_calls or [] -%}
+{%- if content or not loop.first -%}{{ '\n' }}{%- endif -%}{%- set call = call.function or call -%}
+{{ '<tool_call>\n' + call.name + ' ' + (call.arguments or {}) | tojson + '\n</tool_call>' }}{%- endfor -%}
 {{ '<|im_end|>\n' }}
 {%- endif -%}
 {%- endfor -%}
@@ -168,15 +181,71 @@ def test_tool_calls_between_content_and_end_are_the_assistants_words(tokenizer):
     talk[1]["tool_calls"] = [{"name": "search"}]
     (sample,) = encoder(tokenizer, QWEN3)([talk])
     assert supervised(tokenizer, sample)[0] == (
-        "let me see\n<tool_call>\nsearch\n</tool_call><|im_end|>"
+        "let me see\n<tool_call>\nsearch {}\n</tool_call><|im_end|>"
     )
 
 
-def test_a_call_without_content_is_supervised_alone(tokenizer):
-    talk = chat("q", None, "and", "done")
-    talk[1]["tool_calls"] = [{"name": "search"}]
+@pytest.mark.parametrize("content", [None, "", "\n"])
+@pytest.mark.parametrize("thinking", [None, "why"])
+def test_calls_without_content_are_supervised_alone(tokenizer, content, thinking):
+    """Qwen's templates write a line end between content and call, and none where there is no content."""
+    call = {"type": "function", "function": {"name": "search", "arguments": {"a": 1}}}
+    talk = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": content, "tool_calls": [call, {"name": "add"}]}
+        | ({"reasoning_content": thinking} if thinking else {}),
+        {"role": "tool", "content": "a"},
+        {"role": "assistant", "content": "done"},
+    ]
     (sample,) = encoder(tokenizer, QWEN3)([talk])
-    assert supervised(tokenizer, sample)[0] == "\n<tool_call>\nsearch\n</tool_call><|im_end|>"
+    called, said = supervised(tokenizer, sample)
+    assert called == (
+        ("<think>\nwhy\n</think>\n\n" if thinking else "")
+        + (content if content and not thinking else "")
+        + ("\n" if content else "")
+        + '<tool_call>\nsearch {"a": 1}\n</tool_call>\n<tool_call>\nadd {}\n</tool_call><|im_end|>'
+    )
+    assert said.endswith("done<|im_end|>")
+
+
+def test_an_empty_list_of_calls_is_no_call(tokenizer):
+    """Llama 3.1 takes the field for a call, and Mistral's templates begin one."""
+    asks = "{% for m in messages %}{% if 'tool_calls' in m %}{{ raise_exception('a call') }}{% endif %}{% endfor %}"
+    talk = chat("q", "hello")
+    talk[1]["tool_calls"] = []
+    (sample,) = encoder(tokenizer, asks + CHATML)([talk])
+    assert supervised(tokenizer, sample) == ["hello<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [PHI3, MISTRAL])
+def test_calls_that_a_template_does_not_write_are_no_empty_answers(tokenizer, template):
+    talk = chat("q", "", "and", "done")
+    talk[1]["tool_calls"] = [{"name": "search"}]
+    (sample,) = encoder(tokenizer, template)([talk])
+    assert "message 1" in sample
+
+
+THOUGHT = "<think>\nwhy\n</think>\n\nhello"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(PHI3, "<|im_end|>"), (MISTRAL, "</s>"), (CHATML, "<|im_end|>")]
+)
+def test_thinking_that_a_template_leaves_where_it_is_is_supervised(tokenizer, template, end):
+    (sample,) = encoder(tokenizer, template)([chat("q", THOUGHT, "and", "bye")])
+    assert [text.lstrip() for text in supervised(tokenizer, sample)] == [THOUGHT + end, "bye" + end]
+
+
+def test_a_turn_of_two_parts_begins_with_the_first(tokenizer):
+    talk = chat("q", "hello")
+    talk[1]["thinking"] = "why"
+    (sample,) = encoder(tokenizer, HARMONY)([talk])
+    assert supervised(tokenizer, sample) == [
+        (
+            "<|header|>analysis<|end_header|>why<|eot|><|im_start|>assistant"
+            "<|header|>final<|end_header|>hello<|im_end|>"
+        )
+    ]
 
 
 @pytest.mark.parametrize(
@@ -323,6 +392,9 @@ def test_a_template_that_writes_the_date_is_reported(tokenizer):
     dated = "{{ strftime_now('%d') if not date_string else date_string }}" + CHATML
     assert "today's date" in encoder(tokenizer, dated).warnings[0]
     assert encoder(tokenizer, dated, date_string="1").warnings == []
+    # As gpt-oss: nothing that could be given takes the date's place.
+    (said,) = encoder(tokenizer, "{{ strftime_now('%d') }}" + CHATML, date_string="1").warnings
+    assert "a copy of the model's folder" in said
     assert encoder(tokenizer, CHATML).warnings == []
 
 

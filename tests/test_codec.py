@@ -73,7 +73,25 @@ def test_a_buffer_of_the_wrong_size_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff" * 64, b"\x10" + b"\0" * 7 + b"no json at all !", b"\0" * 64]
+    "data",
+    [
+        b"",
+        b"\1\0\0",
+        b"\xff" * 64,
+        b"\x10" + b"\0" * 7 + b"no json at all !",
+        b"\0" * 64,
+        *(
+            len(header).to_bytes(8, "little") + header + bytes(24)
+            for header in (
+                b'{"x":{"dtype":"F32","shape":[3,2],"data_offsets":[0,20]}}',
+                b'{"x":{"dtype":"F32","shape":[6,2],"data_offsets":[0,24]}}',
+                b'{"x":{"dtype":"F32","shape":[-3,-2],"data_offsets":[0,24]}}',
+                b'{"x":{"dtype":"F32","shape":[6],"data_offsets":[24]}}',
+                b'{"x":{"dtype":"F32","shape":[6.0],"data_offsets":[0,24]}}',
+                b'{"x":{"dtype":["F32"],"shape":[6],"data_offsets":[0,24]}}',
+            )
+        ),
+    ],
 )
 def test_what_is_no_container_is_refused_by_name(data: bytes) -> None:
     with pytest.raises(FormatError, match=r"states/1\.safetensors"):

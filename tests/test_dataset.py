@@ -79,6 +79,7 @@ JSON_ONLY = [
     ({"input_ids": ["a"], "loss_mask": [1]}, "input_ids is no flat list of numbers"),
     ({"input_ids": [[1], [2, 3]], "loss_mask": [1]}, "input_ids is no flat list of numbers"),
     ({"input_ids": [True], "loss_mask": [1]}, "input_ids is no flat list of numbers"),
+    ({"input_ids": [5, True], "loss_mask": [1, 1]}, "input_ids is no flat list of numbers"),
     ({"input_ids": "12", "loss_mask": [1]}, "input_ids is no list"),
     ({"input_ids": [2**70], "loss_mask": [1]}, "input_ids holds a number out of range"),
     ({"input_ids": [2**63], "loss_mask": [1]}, "out of range"),
@@ -205,6 +206,18 @@ def test_a_folder_of_parquet_is_read_in_sorted_order_across_row_groups(tmp_path)
     samples, _ = read(dataset)
     assert [samples[i][1] for i in range(60)] == expected
     assert [samples[i][0] for i in range(60)] == list(range(60))
+
+
+def test_a_subfolder_that_is_a_link_is_read_and_one_that_leads_back_up_is_not(tmp_path):
+    write_jsonl(tmp_path / "0.jsonl", [GOOD[0]])
+    for name in ("d", "other"):
+        (tmp_path / name).mkdir()
+    write_jsonl(tmp_path / "other" / "b.jsonl", [GOOD[1]])
+    (tmp_path / "d" / "a.jsonl").symlink_to(tmp_path / "0.jsonl")
+    (tmp_path / "d" / "more").symlink_to(tmp_path / "other")
+    (tmp_path / "d" / "again").symlink_to(tmp_path / "d")
+    dataset = open_dataset(tmp_path / "d")
+    assert [file.name for file in dataset.files] == ["a.jsonl", "more/b.jsonl"]
 
 
 def test_a_null_typed_file_rejects_its_rows_only(tmp_path):

@@ -157,9 +157,59 @@ def test_messages_whose_fields_differ_by_file_are_read(tmp_path):
         return code_points(values)
 
     samples, rejected = read(d, encode=encode)
+    del parts[0][0]["name"]
     assert seen == [[{"role": "user", "content": "q"}], *parts]
     assert samples == {0: (0, [1]), 1: ("a", [1])}
     assert rejected == {2: ("b", "messages is null")}
+
+
+CALLS = [
+    [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": n, "arguments": arguments}}]},
+    ]
+    for n, arguments in (("weather", {"city": "Oslo"}), ("add", {"a": [1, 2]}), ("now", {}))
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_arguments_of_one_tool_do_not_come_with_those_of_all_others(tmp_path, kind):
+    path = tmp_path / f"d.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in CALLS))
+    elif kind == "parquet":
+        write(path, messages=CALLS)
+    else:
+        pytest.importorskip("datasets").Dataset(pa.table({"messages": CALLS})).save_to_disk(
+            str(path)
+        )
+    seen = []
+    read(path, encode=lambda values: seen.extend(values) or code_points(["a"] * len(values)))
+    assert seen == CALLS
+
+
+def test_messages_that_are_maps_are_read(tmp_path):
+    kind = pa.list_(pa.map_(pa.string(), pa.string()))
+    rows = [[[("role", "user"), ("content", "q")], [("role", "assistant"), ("content", None)]]]
+    write(tmp_path / "d.parquet", messages=pa.array(rows, kind))
+    seen = []
+    read(tmp_path / "d.parquet", encode=lambda v: seen.extend(v) or code_points(["a"]))
+    assert seen == [[{"role": "user", "content": "q"}, {"role": "assistant"}]]
+
+
+def test_float16_ids_are_judged_by_the_whole_vocabulary(tmp_path):
+    ids = pa.array([[50240.0], [50272.0]], pa.list_(pa.float16()))
+    path = write(tmp_path / "d.parquet", input_ids=ids)
+    for vocab_rows, kept in ((50_250, [0]), (50_273, [0, 1]), (128_256, [0, 1])):
+        (step,) = read_samples(open_dataset(path), Limits(vocab_rows=vocab_rows))
+        assert step.block.row.tolist() == kept
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    table = pa.table([pa.array([[1]]), pa.array([[2]])], names=["input_ids", "input_ids"])
+    pq.write_table(table, tmp_path / "d.parquet")
+    with pytest.raises(PlanError, match="has 2 columns input_ids"):
+        read(tmp_path / "d.parquet")
 
 
 ODD = [

@@ -1,14 +1,20 @@
 """Sealing: the index says where each stored sample lies, and a run that does not add up is not sealed."""
 
+import io
 from dataclasses import replace
 
+import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
-from swathe import names
-from swathe.errors import IncompleteRunError, IntegrityError
+from producer.cli import app
+from producer.verify import verify
+from swathe import HiddenStates, names
+from swathe.errors import IncompleteRunError, IntegrityError, NewerFormatError
 from swathe.manifest import index_rows, seal
 from swathe.records import RunWatcher, read_record, read_run
 from swathe.spec import Policies, Quarantined, RangeId, to_json
+from swathe.store.local import LocalStore
 from swathe.store.memory import MemoryStore
 from tests.support.synthetic_run import write_run
 
@@ -102,3 +108,64 @@ def test_a_record_of_another_run_is_told_and_not_counted(store) -> None:
     assert 0 in state.missing
     with pytest.raises(IntegrityError, match="verify --repair"):
         seal(store, state)
+
+
+def flipped(data: bytes, needle: bytes) -> bytes:
+    """The data with one bit of the needle's second number flipped."""
+    at = data.index(needle) + 8
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def test_a_damaged_index_is_found_and_written_anew(tmp_path) -> None:
+    store = LocalStore(tmp_path)
+    write_run(store)
+    sealed = {key: store.read(key) for key in (names.MANIFEST, names.ROWS)}
+    offsets = HiddenStates(tmp_path).offsets.tobytes()
+    harms = {
+        "is not what the plan": (names.ROWS, flipped(sealed[names.ROWS], offsets)),
+        "rows.parquet cannot be read": (names.ROWS, sealed[names.ROWS][:100]),
+        "manifest.json is not": (names.MANIFEST, sealed[names.MANIFEST].replace(b"-", b"_", 1)),
+        "manifest.json: not JSON": (names.MANIFEST, sealed[names.MANIFEST][:100]),
+    }  # fmt: skip
+    for says, (key, data) in harms.items():
+        store.write(key, [data])
+        found = CliRunner().invoke(app, ["verify", str(tmp_path), "--full", "--repair"])
+        assert found.exit_code == 1
+        assert says in found.output
+        assert {key: store.read(key) for key in sealed} == sealed
+    assert verify(store, full=True).ok
+
+
+@pytest.mark.parametrize("harm", ["bytes", "rows"])
+def test_ids_of_other_rows_are_not_sealed(store, harm) -> None:
+    good = store.read(names.TOKEN_ROWS)
+    if harm == "bytes":
+        store.write(names.TOKEN_ROWS, [good[:-20]])
+    else:
+        table = pq.read_table(io.BytesIO(good))
+        pq.write_table(table.slice(1), buffer := io.BytesIO())
+        store.write(names.TOKEN_ROWS, [buffer.getvalue()])
+    store.delete(names.MANIFEST)
+    with pytest.raises(IntegrityError, match=r"tokens/rows\.parquet.*ids"):
+        seal(store)
+
+
+@pytest.mark.parametrize("change", [{"samples": 4}, {"shard": None, "samples": 0}])
+def test_a_record_that_does_not_account_for_its_rows_is_damaged(store, change) -> None:
+    record = read_record(store, read_run(store), RangeId(2))
+    store.write(names.record(RangeId(2)), [to_json(replace(record, **change))])
+    found = verify(store, full=True)
+    assert list(found.damaged) == [2]
+    assert "recorded, of the plan's 5" in found.damaged[RangeId(2)]
+
+
+def test_a_record_of_a_newer_swathe_is_not_taken_for_damage(tmp_path) -> None:
+    store = LocalStore(tmp_path)
+    write_run(store)
+    key = names.record(RangeId(1))
+    newer = store.read(key).replace(b'"format_version": 1', b'"format_version": 2')
+    store.write(key, [newer])
+    found = CliRunner().invoke(app, ["verify", str(tmp_path), "--repair"])
+    assert isinstance(found.exception, NewerFormatError)
+    assert "upgrade swathe" in str(found.exception)
+    assert store.read(key) == newer

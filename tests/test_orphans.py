@@ -5,9 +5,11 @@ from dataclasses import replace
 
 from swathe import names
 from swathe.orphans import collect, find_orphans
+from swathe.records import RunWatcher
 from swathe.spec import RangeId
 from swathe.store.memory import MemoryStore
 from tests.support.states import state_with
+from tests.support.synthetic_run import write_run
 
 
 def test_only_old_shards_without_a_record_go() -> None:
@@ -27,3 +29,13 @@ def test_only_old_shards_without_a_record_go() -> None:
     assert {item.key for item in store.list("")} == {
         named, "states/000001.json", "states/000001.failed.json", "run.json",
     }  # fmt: skip
+
+
+def test_shards_of_a_record_that_cannot_be_read_stay() -> None:
+    store = MemoryStore()
+    written = write_run(store, sealed=False)
+    key = names.record(RangeId(1))
+    store.write(key, [store.read(key)[:-20]])
+    state = RunWatcher(store, written.spec).read()
+    assert state.invalid == {1}
+    assert collect(store, state, now_s=time.time() + 100, grace_s=50) == (0, 0)

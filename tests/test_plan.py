@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from producer.plan import PlanOptions, plan
 from producer.report import plan_lines
 from producer.tally import Tally, count_reasons
 from swathe import names
+from swathe.dataset import open_dataset
 from swathe.errors import ConfigError, PlanError, RunMismatchError
 from swathe.records import read_run
 from swathe.samples import Rejected, SampleBlock, offsets_of
@@ -354,6 +356,53 @@ def test_an_interrupted_plan_of_other_options_leaves_no_files_behind(made):
         "tokens/00000.safetensors", "tokens/rows.parquet",
     ]  # fmt: skip
     planned(store)
+
+
+@pytest.mark.parametrize("where", [".", "runs/one"])
+def test_a_run_inside_of_its_data_sets_folder_is_no_part_of_it(made, tmp_path, where):
+    _, options = made
+    folder = tmp_path / "data"
+    folder.mkdir()
+    Path(options.dataset).rename(folder / "d.parquet")
+    options = dataclasses.replace(options, dataset=str(folder))
+    first = plan(open_store(folder / where), options)
+    assert [file.name for file in first.spec.dataset.files] == ["d.parquet"]
+    assert plan(open_store(folder / where), options).reused
+    assert plan(MemoryStore(), options).spec.fingerprint == first.spec.fingerprint
+
+
+def test_masks_and_tools_that_are_not_read_are_said(made, tmp_path):
+    _, options = made
+    assert plan(MemoryStore(), options).warnings == ()
+    columns = {"input_ids": [[1, 2]], "labels": [[-100, 2]], "attention_mask": [[1, 1]]}
+    pq.write_table(pa.table(columns), tmp_path / "labels.parquet")
+    options = dataclasses.replace(options, dataset=str(tmp_path / "labels.parquet"))
+    (said,) = plan(store := MemoryStore(), options).warnings
+    assert said.startswith("not read: labels, attention_mask; every token of a row, padding too")
+    assert "computed and supervised" in said
+    assert plan(store, options).warnings == (said,)  # of the run that is there, too
+    pq.write_table(pa.table(columns | {"loss_mask": [[0, 1]]}), tmp_path / "labels.parquet")
+    (said,) = plan(MemoryStore(), options).warnings
+    assert "computed; cut" in said
+    talk = [{"role": "user", "content": "q"}]
+    rows = tmp_path / "tools.jsonl"
+    rows.write_text(json.dumps({"messages": talk, "tools": [], "system": "s"}) + "\n")
+    (said,) = open_dataset(rows).columns.warnings
+    assert said == "not read: tools, system; the chat template sees the messages alone"
+
+
+def test_a_users_data_set_in_a_folder_called_tokens_survives_a_plan_beside_it(made, tmp_path):
+    _, options = made
+    mine = tmp_path / "tokens" / "part-0.parquet"
+    mine.parent.mkdir()
+    Path(options.dataset).rename(mine)
+    options = dataclasses.replace(options, dataset=str(mine.parent))
+    with pytest.raises(PlanError, match="none of its 1 rows"):
+        plan(open_store(tmp_path), dataclasses.replace(options, limit=1))
+    assert mine.exists()
+    plan(open_store(tmp_path), options)
+    assert mine.exists()
+    planned(open_store(tmp_path))
 
 
 def test_two_plans_at_once_make_one_run(made, monkeypatch):

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from swathe import HiddenStates, names
-from swathe.errors import ConfigError, IncompleteRunError, IntegrityError
+from swathe.errors import ConfigError, IncompleteRunError, IntegrityError, ObjectMissingError
 from swathe.reader import collate_packed, collate_padded, shards
 from swathe.reader.float8 import rounding
 from swathe.store.local import LocalStore
@@ -136,6 +137,18 @@ def test_local_reads_are_views_that_never_write_to_the_file(tmp_path: Path) -> N
     assert_right(HiddenStates(tmp_path))
 
 
+@pytest.mark.parametrize("kind", [LocalStore, RemoteStore])
+def test_a_trainer_that_clears_a_mask_finds_it_whole_next_time(
+    tmp_path: Path, kind: type[LocalStore]
+) -> None:
+    make_run(tmp_path)
+    ds = HiddenStates(kind(tmp_path))
+    for sample in ds:
+        sample["loss_mask"].zero_()
+        sample["input_ids"].zero_()
+    assert_right(ds)
+
+
 def test_a_remote_sample_is_one_ranged_read(tmp_path: Path) -> None:
     make_run(tmp_path)
     store = RemoteStore(tmp_path)
@@ -174,6 +187,20 @@ def test_a_cache_fetches_each_shard_once_and_stays_within_its_bound(tmp_path: Pa
         HiddenStates(store, cache_dir=cache, cache_bytes=0)
 
 
+def test_readers_that_share_a_small_cache_do_not_take_each_others_shards(tmp_path: Path) -> None:
+    """Each as a process of its own has them: its own mappings, and locks on files that it opened itself."""
+    make_run(tmp_path / "run", RECIPE)
+    one_shard = {"cache_dir": tmp_path / "cache", "cache_bytes": 1}
+
+    def read_all(_: int) -> None:
+        ds = HiddenStates(RemoteStore(tmp_path / "run"), **one_shard)
+        for _ in range(3):
+            assert_right(ds)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(read_all, range(6)))
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_it_works_in_worker_processes(tmp_path: Path, method: str) -> None:
     ds = HiddenStates(make_run(tmp_path).url)
@@ -210,6 +237,26 @@ def test_errors_name_the_file(tmp_path: Path, harm: str, kind: type[LocalStore])
         ds[int(np.flatnonzero(ds.shard_of == 0)[0])]
     if not (kind is RemoteStore and harm in ("short", "empty")):
         assert isinstance(caught.value, IntegrityError)
+
+
+@pytest.mark.parametrize("kind", [LocalStore, RemoteStore])
+@pytest.mark.parametrize("harm", ["missing", "short"])
+def test_a_damaged_index_says_how_to_write_it_anew(
+    tmp_path: Path, harm: str, kind: type[LocalStore]
+) -> None:
+    rows = make_run(tmp_path).local_path(names.ROWS)
+    data = rows.read_bytes()
+    rows.unlink() if harm == "missing" else rows.write_bytes(data[:200])
+    with pytest.raises(IntegrityError, match=r"rows\.parquet: missing or damaged .*--repair"):
+        HiddenStates(kind(tmp_path))
+
+
+def test_a_file_is_no_run(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    with pytest.raises(ObjectMissingError, match="no run here"):
+        HiddenStates(tmp_path / "run.json")
+    with pytest.raises(ConfigError, match="cannot write"):
+        LocalStore(tmp_path / "run.json").write("states/x", [b"x"])
 
 
 def test_an_error_in_a_worker_process_keeps_its_class_and_names_the_file(tmp_path: Path) -> None:
@@ -262,3 +309,13 @@ def test_packed_batches_hold_the_samples_end_to_end(tmp_path: Path) -> None:
     cut = collate_packed(samples, max_tokens=first + 2)
     assert cut["row"].tolist() == [2, 6]
     assert cut["offsets"].tolist() == [0, first, first + 2]
+
+
+def test_batches_of_float8_codes_keep_their_scales(tmp_path: Path) -> None:
+    run = make_run(tmp_path, replace(RECIPE, dtype="float8_e4m3fn")).url
+    codes, values = HiddenStates(run, dequantize=False), HiddenStates(run)
+    for collate in (collate_padded, collate_packed):
+        raw, wanted = (collate([ds[i] for i in (2, 5, 9)]) for ds in (codes, values))
+        assert raw["hidden_states"].dtype == torch.float8_e4m3fn
+        found = raw["hidden_states"].float() * raw["hidden_states_scales"][..., None]
+        assert torch.equal(found, wanted["hidden_states"].float())

@@ -115,8 +115,9 @@ def test_it_resumes_in_the_middle_of_an_epoch_with_any_number_of_workers(
         again.load_state_dict(state)
         assert batches(again, 3) == whole[5:]
         assert again.state_dict(batches=2)["samples"] == state["samples"] + 2 * 4 * world
-        with pytest.raises(ConfigError, match="seed"):
-            ds.stream(seed=1).load_state_dict(state)
+        for other in ({"seed": 1}, {"shuffle": False}, {"window_shards": None}):
+            with pytest.raises(ConfigError, match=f"the state is of {next(iter(other))} "):
+                ds.stream(**{"seed": 9} | other).load_state_dict(state)
 
 
 def test_persistent_workers_see_a_new_epoch(run: Path) -> None:
@@ -150,6 +151,14 @@ def test_a_remote_run_is_read_ahead(run: Path, readahead_bytes: int) -> None:
     taken = iter(stream)
     next(taken)
     taken.close()  # threads end with the iteration
+
+
+@pytest.mark.parametrize("readahead_bytes", [0, 1])
+def test_a_local_run_without_read_ahead_gives_every_sample(run: Path, readahead_bytes: int) -> None:
+    ds = HiddenStates(run)
+    rows = [sample["row"] for sample in ds.stream(seed=4, readahead_bytes=readahead_bytes)]
+    assert rows == [sample["row"] for sample in ds.stream(seed=4)]
+    assert len(rows) == len(ds)
 
 
 def test_a_fp8_run_streams_too(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from producer.verify import verify, withdraw
 from swathe import codec, names
+from swathe.manifest import seal
 from swathe.records import RunWatcher, read_record, read_run
 from swathe.spec import RangeId
 from swathe.store.local import LocalStore
@@ -47,6 +48,8 @@ def rewrite(
     text = json.loads(store.read(names.record(RANGE)))
     text |= {"size_bytes": written.size_bytes, "xxh3": written.xxh3}
     store.write(names.record(RANGE), [json.dumps(text).encode()])
+    store.delete(names.MANIFEST)
+    seal(store)
 
 
 def put(name: str, place: tuple[int, ...], value: float) -> Callable[[Arrays], None]:

@@ -114,13 +114,24 @@ class Adapter(Dataset[Tensors], ABC):
         """A sample, its layers side by side [S, K * H], and its final state [S, H] (normed where that is wanted)."""
         sample = self._cut(self.dataset[int(self.members[index])])
         states_SKH = sample.pop("hidden_states")
-        dtype = getattr(torch, self.dtype)
         count = len(self.selection.aux)
         final_SH = states_SKH[:, -1]
         if self._norm is not None:
             # Before the cast: the norm must see what the model's own norm saw.
             final_SH = self._norm(final_SH)
-        return sample, states_SKH[:, :count].flatten(1).to(dtype), final_SH.to(dtype)
+        row = sample["row"]
+        return sample, self._cast(states_SKH[:, :count].flatten(1), row), self._cast(final_SH, row)
+
+    def _cast(self, states: torch.Tensor, row: int) -> torch.Tensor:
+        """States in the trainer's dtype. Raises ConfigError for values that float16 does not hold."""
+        cast = states.to(getattr(torch, self.dtype))
+        if cast.dtype == torch.float16 and bool(cast.isinf().any()):
+            msg = (
+                f"{self.dataset.url}: row {row} has states up to {states.abs().max():.3g}, which float16 makes infinite "
+                "(it ends at 65,504); use bfloat16 or float32"
+            )
+            raise ConfigError(msg)
+        return cast
 
     def _cut(self, sample: Tensors) -> Tensors:
         sample["loss_mask"] = sample["loss_mask"].to(torch.int64)

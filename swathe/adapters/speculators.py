@@ -51,13 +51,13 @@ class Speculators(Adapter):
         member = int(self.members[index])
         if not self.fp8:
             sample = self._cut(self.dataset[member])
-            states_SKH = sample[STATES].to(getattr(torch, self.dtype))
+            states_SKH = self._cast(sample[STATES], sample["row"])
             return {"token_ids": sample["input_ids"], STATES: states_SKH}
         sample = self._cut(self.dataset.as_stored(member))
         if SCALES in sample:
             codes_SKH, scales_S11 = rescale_fp8(sample[STATES], sample[SCALES])
         else:
-            codes_SKH, scales_S11 = quantize_fp8(sample[STATES].to(getattr(torch, self.dtype)))
+            codes_SKH, scales_S11 = quantize_fp8(self._cast(sample[STATES], sample["row"]))
         return {"token_ids": sample["input_ids"], STATES: codes_SKH, SCALES: scales_S11}
 
     def __getitem__(self, index: int) -> Tensors:

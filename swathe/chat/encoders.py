@@ -48,13 +48,15 @@ class ChatEncoder:
     @property
     def warnings(self) -> list[str]:
         """What the operator should know about the template, in one line each."""
-        if "strftime_now" in self.template and "date_string" not in self._kwargs:
-            warning = (
-                "the chat template writes today's date into samples; fix it for equal runs, "
-                'for example with --chat-template-kwargs \'{"date_string": "01 Jan 2026"}\''
-            )
-            return [warning]
-        return []
+        takes_date = "date_string" in self.template
+        if "strftime_now" not in self.template or (takes_date and "date_string" in self._kwargs):
+            return []
+        how = (
+            'for example with --chat-template-kwargs \'{"date_string": "01 Jan 2026"}\''
+            if takes_date
+            else "with a copy of the model's folder whose chat template has a date in place of strftime_now"
+        )
+        return [f"the chat template writes today's date into samples; fix it for equal runs, {how}"]
 
     def __call__(self, values: Sequence[Any]) -> list[Encoded | str]:
         """For each conversation its tokens, or why there are none."""

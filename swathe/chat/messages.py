@@ -25,7 +25,7 @@ def normalize(value: Any) -> list[Message] | str:
     """Messages with role and text content, or why there are none.
 
     Takes a list of ``{role, content}`` or ShareGPT ``{from, value}``, or a dict of such lists (an older Arrow form).
-    Keys whose value is null are dropped: Arrow gives every message every key of the column.
+    Keys whose value is null are dropped: Arrow gives every message every key of the column. An empty list of calls is none.
     """
     if isinstance(value, Mapping):
         value = _rows_of_columns(value)
@@ -52,6 +52,8 @@ def _message(given: Any) -> Message | str:
     if not isinstance(given, Mapping):
         return "no object with role and content"
     message = {key: value for key, value in given.items() if value is not None}
+    if not message.get("tool_calls"):
+        message.pop("tool_calls", None)  # templates ask whether there is such a field
     if "role" not in message and "from" in message:
         speaker = message.pop("from")
         if speaker not in _SHAREGPT_ROLES:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
+from typing import Any, Final
 
 from swathe.chat.messages import Message
 
@@ -39,6 +39,7 @@ class Rendered:
 class _Match:
     """A frame laid over the full text. ``starts[k]`` is where ``pieces[k]`` begins; slots lie between pieces."""
 
+    text: str
     pieces: list[str]
     starts: list[int]
     slots: list[str]
@@ -50,7 +51,7 @@ class TurnFinder:
     def __init__(self, render: Render, special_tokens: Sequence[str]) -> None:
         self._render = render
         self._special = sorted(special_tokens, key=len, reverse=True)
-        self._prompts = _prompt_forms(render)
+        self._prompts = _prompt_forms(render, special_tokens)
         self._end = self._end_of_turn()
 
     def find(self, messages: list[Message]) -> Rendered | str:
@@ -94,16 +95,18 @@ class TurnFinder:
             if not text.startswith(piece, at) or not text.startswith(core, at + len(piece)):
                 return None
             at += len(piece) + len(core)
-        return _Match(pieces=pieces, starts=starts, slots=slots) if at == len(text) else None
+        if at != len(text):
+            return None
+        return _Match(text=text, pieces=pieces, starts=starts, slots=slots)
 
     def _span(self, messages: list[Message], turn: int, match: _Match, tag: str) -> Span | None:
         place = match.slots.index(f"{tag}{turn:06d}a")
         start = self._start(messages, turn, match, place)
         end = self._finish(messages[turn], match, place)
-        return None if end is None else (start, end)
+        return None if start is None or end is None else (start, end)
 
-    def _start(self, messages: list[Message], turn: int, match: _Match, place: int) -> int:
-        """The end of the last generation prompt before the answer; the answer itself where there is none."""
+    def _start(self, messages: list[Message], turn: int, match: _Match, place: int) -> int | None:
+        """The end of the generation prompt before the turn's first words; these words themselves where there is none."""
         first = place
         while first > 0 and not match.slots[first - 1].endswith("a"):
             first -= 1
@@ -111,13 +114,22 @@ class TurnFinder:
         for prompt in self._prompts:
             if sum(piece.count(prompt) for piece, _ in region) <= _quoted(messages, turn, prompt):
                 continue
-            for piece, at in reversed(region):
+            # Forward: the answer may have a head of its own after the thinking's.
+            for piece, at in region:
                 if (found := piece.rfind(prompt)) >= 0:
                     return at + found + len(prompt)
+        if _is_call(messages[turn]):
+            return None  # what stands before a call's name is the template's, and unknown
+        words = match.starts[first] + len(match.pieces[first])
         core = match.starts[place] + len(match.pieces[place])
         content = messages[turn]["content"]
-        lead = content[: len(content) - len(content.lstrip())]
-        return core - len(lead) if match.pieces[place].endswith(lead) else core
+        answer = content.rpartition("</think>")[2].lstrip()
+        leads = (
+            content[: len(content) - len(answer)],
+            content[: len(content) - len(content.lstrip())],
+        )
+        lead = next((lead for lead in leads if match.text.endswith(lead, 0, core)), "")
+        return min(words, core - len(lead))
 
     def _finish(self, message: Message, match: _Match, place: int) -> int | None:
         """The end of the special token after the answer; of the answer itself where there is none."""
@@ -156,7 +168,7 @@ def _quoted(messages: list[Message], turn: int, prompt: str) -> int:
     return times
 
 
-def _prompt_forms(render: Render) -> list[str]:
+def _prompt_forms(render: Render, special_tokens: Sequence[str]) -> list[str]:
     """The generation prompt, and its beginnings up to each line end, longest first.
 
     A prompt that opens the thinking ends later than the head of a turn whose thinking was taken out; then the
@@ -167,29 +179,52 @@ def _prompt_forms(render: Render) -> list[str]:
         without, with_prompt = render(turns, False), render(turns, True)
     except Exception:  # noqa: BLE001 - a template of someone else; rows will tell
         return []
-    if not with_prompt.startswith(without):
+    pairs = enumerate(zip(without, with_prompt, strict=False))
+    at = next((at for at, (one, other) in pairs if one != other), len(without))
+    if _PROBE not in without[:at]:
         return []
-    prompt = with_prompt[len(without) :]
+    # Phi-3 ends what has no prompt with <|endoftext|>, and its prompt begins with <|assistant|>: they share "<|".
+    for token in special_tokens:
+        begin = with_prompt.rfind(token, 0, at + len(token) - 1)
+        if 0 <= begin < at < begin + len(token):
+            at = begin
+    prompt = with_prompt[at:]
     ends = [found.end() for found in re.finditer(r"\n", prompt)] + [len(prompt)]
     forms = {prompt[:end] for end in ends if prompt[:end].strip()}
     return sorted(forms, key=len, reverse=True)
 
 
 def _mark(message: Message, name: str, cores: dict[str, str]) -> Message:
-    """The message with sentinels in place of its answer and thinking; ``cores`` gets what they stand for."""
-    content = message["content"]
-    head, closing, answer = content.rpartition("</think>")
-    if closing:
-        before, opening, thinking = head.rpartition("<think>")
-        head = before + opening + _replace(thinking, f"{name}r", cores)
-    marked = {
-        **message,
-        "content": head + closing + _replace(answer, f"{name}a", cores, always=True),
-    }
+    """The message with sentinels in place of its answer and thinking; ``cores`` gets what they stand for.
+
+    A call without content has its sentinel in the call's name: templates ask whether there is content before a call.
+    """
+    marked = {**message}
+    if _is_call(message):
+        first, *others = message["tool_calls"]
+        marked["tool_calls"] = [_rename(first, f"{name}a", cores), *others]
+    else:
+        head, closing, answer = message["content"].rpartition("</think>")
+        if closing:
+            before, opening, thinking = head.rpartition("<think>")
+            head = before + opening + _replace(thinking, f"{name}r", cores)
+        marked["content"] = head + closing + _replace(answer, f"{name}a", cores, always=True)
     for field, kind in zip(_THINKING_FIELDS, "fgh", strict=True):
         if isinstance(message.get(field), str):
             marked[field] = _replace(message[field], f"{name}{kind}", cores)
     return marked
+
+
+def _is_call(message: Message) -> bool:
+    return bool(message.get("tool_calls")) and not message["content"].strip()
+
+
+def _rename(call: dict[str, Any], sentinel: str, cores: dict[str, str]) -> dict[str, Any]:
+    """A call, ``{"function": {"name", ...}}`` or bare, with the sentinel in place of its name."""
+    if "function" in call:
+        return {**call, "function": _rename(call["function"], sentinel, cores)}
+    cores[sentinel] = call["name"]
+    return {**call, "name": sentinel}
 
 
 def _replace(text: str, sentinel: str, cores: dict[str, str], *, always: bool = False) -> str:

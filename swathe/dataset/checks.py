@@ -102,6 +102,9 @@ def _judge_supervised(raw: RawRows, limits: Limits) -> SampleBlock:
 def _judge_values(raw: RawRows, vocab_rows: int) -> None:
     values = raw.values
     if values.dtype.kind == "f":
+        values = values.astype(
+            np.float64
+        )  # float16 rounds a vocabulary of 50,257 and calls one of 128,256 infinite
         broken = ~np.isfinite(values) | (values != np.floor(values))
         for place, position in _first_of_rows(raw.offsets, broken):
             raw.reasons.setdefault(place, f"input_ids holds {values[position]}, no integer")

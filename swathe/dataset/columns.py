@@ -17,6 +17,12 @@ _CONTENTS: Final[tuple[tuple[str, Content], ...]] = (
     ("text", "text"),
 )
 """Columns that are looked for, first found wins, and what they hold."""
+_UNREAD: Final[Mapping[Content, tuple[str, ...]]] = {
+    "input_ids": ("labels", "attention_mask", "assistant_masks", "completion_mask"),
+    "messages": ("tools", "system", "chat_template_kwargs"),
+    "text": (),
+}
+"""Columns that other tools read with these contents, and this one does not."""
 _OURS: Final = ("input_ids", "loss_mask", "id", "messages", "text")
 
 
@@ -28,6 +34,24 @@ class Columns:
     data: str
     mask: str | None = None
     id: str | None = None
+    unread: tuple[str, ...] = ()
+    """Columns that are there, mean something to other tools, and are not read."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the operator should know about columns that are not read, in one line."""
+        if not self.unread:
+            return []
+        columns = f"not read: {', '.join(self.unread)}"
+        if self.content == "messages":
+            return [f"{columns}; the chat template sees the messages alone"]
+        supervised = "" if self.mask else " and supervised"
+        return [
+            (
+                f"{columns}; every token of a row, padding too, is computed{supervised}; cut padding off, and give a mask "
+                "of 0 and 1 as loss_mask (or --columns loss_mask=NAME)"
+            )
+        ]
 
     @property
     def names(self) -> list[str]:
@@ -69,7 +93,8 @@ def choose_columns(
                 has = having.get(column, [first])[0]
                 hint = f"{has.name} has it"
                 raise PlanError(_missing(f"{file.location}{note}", column, there, hint))
-    return chosen
+    others = set(names) - set(chosen.names)
+    return replace(chosen, unread=tuple(n for n in _UNREAD[chosen.content] if n in others))
 
 
 def _choose(names: Sequence[str], given: Mapping[str, str], where: str) -> Columns:
@@ -91,6 +116,10 @@ def _missing(where: str, column: str, names: Sequence[str], hint: str) -> str:
 
 def check_types(file: InputFile, schema: Any, columns: Columns) -> None:
     """Refuse columns of a type that can never hold what is wanted; a null column only rejects its rows."""
+    for name in columns.names:
+        if schema.names.count(name) > 1:
+            msg = f"{file.location}: has {schema.names.count(name)} columns {name}; rename all but one"
+            raise PlanError(msg)
     _check_type(file, columns.data, columns.content, schema.field(columns.data).type)
     if columns.mask is not None:
         _check_type(file, columns.mask, "loss_mask", schema.field(columns.mask).type)

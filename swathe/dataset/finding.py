@@ -1,11 +1,12 @@
 """From what a user calls a data set to its format and its files, in the order in which they are read."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from swathe import names
 from swathe.dataset.choice import CARD, READ, Format, choose, format_of
 from swathe.dataset.files import InputFile
 from swathe.dataset.hub import HubId, fetch
@@ -81,9 +82,18 @@ def _folder(store: Store, location: str, split: str | None, *, ask: bool = False
     card = ""
     if CARD in found and (split is not None or ask):
         card = store.read(CARD).decode(errors="replace")
-    chosen = choose(found, location=location, split=split, card=card, ask=ask)
+    others = found.keys() - _tables_of_runs(found)
+    chosen = choose(others, location=location, split=split, card=card, ask=ask)
     files = tuple(found[name] for name in chosen.names)
     return Found(location=location, format=chosen.format, files=files)
+
+
+def _tables_of_runs(keys: Iterable[str]) -> set[str]:
+    """What runs inside of a data set's folder have of the kinds that are read: users write a run beside its data."""
+    roots = [key.removesuffix(names.RUN) for key in keys if f"/{key}".endswith(f"/{names.RUN}")]
+    return {
+        root + name for root in roots for name in (names.REJECTED, names.ROWS, names.TOKEN_ROWS)
+    }
 
 
 def _saved_split(store: Store, location: str, split: str | None) -> Found:
@@ -104,7 +114,7 @@ def _saved_files(store: Store) -> Iterator[InputFile]:
     where = f"{store.url}/{_STATE}"
     try:
         state: dict[str, Any] = json.loads(store.read(_STATE))
-        names = [str(entry["filename"]) for entry in state["_data_files"]]
+        filenames = [str(entry["filename"]) for entry in state["_data_files"]]
     except (ValueError, KeyError, TypeError, ObjectMissingError) as error:
         msg = f"{where}: unreadable ({error}); save the data set again"
         raise PlanError(msg) from error
@@ -113,10 +123,10 @@ def _saved_files(store: Store) -> Iterator[InputFile]:
             f"{store.url}: saved with an indices mapping; call flatten_indices() and save it again"
         )
         raise PlanError(msg)
-    if not names:
+    if not filenames:
         msg = f"{store.url}: state.json lists no data files; the data set is empty"
         raise PlanError(msg)
-    for name in names:
+    for name in filenames:
         info = store.stat(name)
         if info is None:
             msg = f"{store.url}/{name}: listed in state.json but not there; copy the whole folder"

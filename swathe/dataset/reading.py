@@ -209,7 +209,9 @@ def _numbers(value: Any, name: str, *, booleans: bool = False) -> Values | str:
         array = np.array(value)
     except (ValueError, OverflowError):
         array = np.array(None)  # lists of unequal lengths, or numbers that no machine type holds
-    if array.ndim == 1 and array.dtype.kind in ("iufb" if booleans else "iuf"):
+    # numpy makes integers of booleans among integers.
+    numeric = array.ndim == 1 and array.dtype.kind in "iuf" and bool not in set(map(type, value))
+    if numeric or (booleans and array.ndim == 1 and array.dtype.kind in "iufb"):
         return array
     if None in value:
         return f"{name} holds null"

@@ -124,11 +124,16 @@ def flatten(column: pa.Array) -> Flat:
 
 
 def to_values(column: pa.Array) -> list[Any]:
-    """A column as Python values; a row whose text is not UTF-8 becomes an Undecodable."""
+    """A column as Python values; a row whose text is not UTF-8 becomes an Undecodable.
+
+    Fields that are null are left out, however deep: a column's structs all have the fields of all rows, so the arguments of
+    one tool's call come with those of every other tool as null, and a template would write them.
+    """
     try:
-        return list(column.to_pylist())
+        values: list[Any] = _without_null_fields(column.to_pylist(maps_as_pydicts="lossy"))
     except UnicodeDecodeError:
         return [_one_value(column, place) for place in range(len(column))]
+    return values
 
 
 class Undecodable:
@@ -137,6 +142,12 @@ class Undecodable:
 
 def _one_value(column: pa.Array, place: int) -> Any:
     try:
-        return column[place].as_py()
+        return _without_null_fields(column[place].as_py(maps_as_pydicts="lossy"))
     except UnicodeDecodeError:
         return Undecodable()
+
+
+def _without_null_fields(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_null_fields(v) for k, v in value.items() if v is not None}
+    return [_without_null_fields(item) for item in value] if isinstance(value, list) else value

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import xxhash
 
 from swathe.errors import ConfigError, NoSpaceError
 from swathe.export.files import write_json
@@ -130,6 +131,8 @@ def _claimed(dest: Path, writer: FormatWriter, options: ExportOptions) -> Iterat
         "options": _remembered(options),
         "trainer_layer_ids": writer.adapter.trainer_ids,
         "samples": len(writer.adapter),
+        "rows_xxh3": xxhash.xxh3_128_hexdigest(writer.adapter.dataset.rows[writer.adapter.members]),
+        "shards": {str(k): key for k, key in writer.adapter.dataset.shard_keys.items()},
         "complete": False,
     }
     descriptor = os.open(dest, os.O_RDONLY | os.O_DIRECTORY)
@@ -139,28 +142,43 @@ def _claimed(dest: Path, writer: FormatWriter, options: ExportOptions) -> Iterat
         except BlockingIOError as error:
             msg = f"{dest}: another process exports into this folder; wait for it or choose another"
             raise ConfigError(msg) from error
-        _require_same(dest, marker)
+        held = _require_same(dest, marker)
+        _forget_changed(dest, writer, held, marker)
         write_json(dest / MARKER, marker)
         yield marker
     finally:
         os.close(descriptor)
 
 
-def _require_same(dest: Path, marker: dict[str, Any]) -> None:
+def _require_same(dest: Path, marker: dict[str, Any]) -> dict[str, Any]:
+    """The marker of an earlier call, or this one's. Raises ConfigError for a folder that holds anything else."""
     path = dest / MARKER
     if not path.exists():
         if any(dest.iterdir()):
             msg = f"{dest}: not empty and not an export of swathe; choose another folder"
             raise ConfigError(msg)
-        return
-    held = json.loads(path.read_text(encoding="utf-8"))
-    differing = [key for key in marker if key != "complete" and held.get(key) != marker[key]]
+        return marker
+    held: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    may_differ = ("shards", "complete")
+    differing = [key for key in marker if key not in may_differ and held.get(key) != marker[key]]
     if differing:
         msg = (
             f"{dest}: holds another export ({', '.join(differing)} differ); choose another folder, "
             "or remove this one first"
         )
         raise ConfigError(msg)
+    return held
+
+
+def _forget_changed(
+    dest: Path, writer: FormatWriter, held: dict[str, Any], marker: dict[str, Any]
+) -> None:
+    """Remove the samples of ranges that were done again since (``swathe verify --repair``): their states were damaged."""
+    before = held.get("shards", marker["shards"])
+    changed = [int(k) for k, key in marker["shards"].items() if before.get(k) != key]
+    adapter = writer.adapter
+    for index in np.flatnonzero(np.isin(adapter.dataset.shard_of[adapter.members], changed)):
+        (dest / writer.path(int(index))).unlink(missing_ok=True)
 
 
 def _remembered(options: ExportOptions) -> dict[str, Any]:

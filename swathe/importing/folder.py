@@ -4,6 +4,7 @@ Legend: S tokens of a sample, K + 1 slots of which the last is the final state, 
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -115,8 +116,11 @@ def state_file(source: Path, row: Row, slots: int, hidden_size: int) -> StateFil
         msg = "token ids of the hidden states file are not the row's"
         raise BadSampleError(msg)
     scales = header.tensors.get(SCALES)
-    if states.dtype == "float8_e4m3fn" and (scales is None or scales.shape[0] != shape[0]):
-        msg = "float8 hidden states without one scale per token"
+    one_a_token = (
+        scales is not None and scales.dtype == "float32" and math.prod(scales.shape) == shape[0]
+    )
+    if states.dtype == "float8_e4m3fn" and not one_a_token:
+        msg = "float8 hidden states without one float32 scale per token"
         raise BadSampleError(msg)
     return StateFile(path=path, states=states, scales=scales)
 

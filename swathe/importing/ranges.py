@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from swathe import codec, names
 from swathe.errors import IntegrityError
 from swathe.importing.folder import BadSampleError, Row, StateFile, require_finite, state_file
-from swathe.importing.normed import NormCheck
+from swathe.importing.normed import NormCheck, to_float
 from swathe.samples import offsets_of
 from swathe.spec import FLOAT8, Quarantined, RangeId, RangeRecord, RunSpec, to_json
 from swathe.store import Store
@@ -28,6 +28,11 @@ class _Sample:
     file: StateFile
     states_SKH: NDArray[Any]
 
+    def last_SH(self) -> NDArray[np.float32]:  # noqa: N802 - a tensor's name carries its shape
+        """Values of the last slot."""
+        last_SH = to_float(self.states_SKH[:, -1], self.file.dtype)
+        return last_SH * self.file.read_scales()[:, -1:] if self.file.scales else last_SH
+
 
 class RangeImporter:
     """Commits ranges of one import."""
@@ -39,17 +44,21 @@ class RangeImporter:
         self._norm = norm
         self._tokens = TokenReader(store, spec)
 
+    def check(self, range_id: RangeId) -> tuple[list[_Sample], tuple[Quarantined, ...]]:
+        """Read a range: samples that can be stored, and those that cannot. Raises as ``commit`` does."""
+        rows = _rows(self._tokens.read_range(range_id))
+        with ThreadPoolExecutor(_FILES_AT_ONCE, "import") as pool:
+            found = list(pool.map(self._load, rows))
+        good = [one for one in found if isinstance(one, _Sample)]
+        self._require_before_norm(good)
+        return good, tuple(one for one in found if isinstance(one, Quarantined))
+
     def commit(self, range_id: RangeId) -> None:
         """Read, check and store a range; samples that turn out bad are quarantined in its record.
 
         Raises IntegrityError when the last slot is after the final norm: then the whole folder is.
         """
-        rows = _rows(self._tokens.read_range(range_id))
-        with ThreadPoolExecutor(_FILES_AT_ONCE, "import") as pool:
-            found = list(pool.map(self._load, rows))
-        good = [one for one in found if isinstance(one, _Sample)]
-        bad = tuple(one for one in found if isinstance(one, Quarantined))
-        self._require_before_norm(good)
+        good, bad = self.check(range_id)
         key, size_bytes, digest = None, 0, ""
         if good:
             key = names.shard(range_id, names.new_attempt())
@@ -88,9 +97,7 @@ class RangeImporter:
     def _require_before_norm(self, samples: Sequence[_Sample]) -> None:
         if self._norm is None or not samples:
             return
-        normed = [
-            one for one in samples if self._norm.is_normed(one.states_SKH[:, -1], one.file.dtype)
-        ]
+        normed = [one for one in samples if self._norm.is_normed(one.last_SH())]
         if 2 * len(normed) > len(samples):
             path = normed[0].file.path
             msg = (

@@ -117,15 +117,16 @@ def import_speculators(
     layer ids, RunMismatchError when ``store`` holds another run, IntegrityError when the last slot is after the norm.
     """
     started, report = time.monotonic(), progress or (lambda _: None)
-    norm = None
-    if options.final_norm is not None:
-        norm = options.final_norm.read_bytes()
-    check = NormCheck(norm, origin=str(options.final_norm)) if norm is not None else None
+    norm, is_new = _norm(store, options)
+    check = None if norm is None else NormCheck(norm, origin=str(options.final_norm or store.url))
     spec = _planned(source, store, options, report)
-    if norm is not None and store.stat(names.FINAL_NORM) is None:
-        store.create(names.FINAL_NORM, norm)
     importer = RangeImporter(source, store, spec, check)
     state = RunWatcher(store, spec).read()
+    if norm is not None and is_new:
+        # Ranges of an earlier call that had no norm. Where one is in the run, all its ranges were checked.
+        for range_id in state.records:
+            importer.check(range_id)
+        store.create(names.FINAL_NORM, norm)
     for done, range_id in enumerate(state.missing, start=len(state.records)):
         report(ImportProgress(rows=spec.totals.rows, ranges_done=done, ranges=spec.totals.ranges))
         importer.commit(range_id)
@@ -139,6 +140,16 @@ def import_speculators(
         norm_checked=check is not None and check.can_tell,
         seconds=time.monotonic() - started,
     )
+
+
+def _norm(store: Store, options: ImportOptions) -> tuple[bytes | None, bool]:
+    """The norm to check with, that of an earlier call where none is given now; and whether it is new to the run."""
+    try:
+        held = store.read(names.FINAL_NORM)
+    except ObjectMissingError:
+        held = None
+    given = options.final_norm
+    return held if given is None else given.read_bytes(), held is None
 
 
 def _planned(source: Path, store: Store, options: ImportOptions, report: OnProgress) -> RunSpec:
@@ -231,6 +242,8 @@ def _checked(source: Path, files: list[Path], options: ImportOptions) -> Iterato
     def check(row: Row) -> str:
         if len(row.input_ids) == 0 or len(row.loss_mask) != len(row.input_ids):
             return f"!{len(row.input_ids)} tokens with a loss mask of {len(row.loss_mask)}"
+        if int(row.loss_mask.max()) > 1:
+            return f"!loss_mask holds {row.loss_mask.max()}, neither 0 nor 1"
         if not 0 <= int(row.input_ids.min()) <= int(row.input_ids.max()) < options.model.vocab_rows:
             return "!a token id that the model does not know"
         try:

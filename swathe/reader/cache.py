@@ -1,17 +1,17 @@
 """A bounded folder of whole shards, for trainers that read a remote run for many epochs.
 
 A shard is fetched once per machine, whichever of its processes asks first: it is downloaded in parallel parts to a
-temporary, renamed, and then mapped like a local shard. The shards used longest ago make room. A file that is removed
-while a process has it mapped stays readable there.
+temporary, renamed, and then mapped like a local shard. The shards used longest ago make room, but for those that another
+process is about to open. A file that is removed while a process has it open or mapped stays readable there.
 """
 
 import fcntl
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from swathe.errors import IntegrityError, ObjectMissingError
 from swathe.reader.index import Shard
@@ -24,15 +24,15 @@ _TEMPORARY: Final = ".tmp-"
 
 
 class ShardCache:
-    """``path(shard)`` is a local copy of a shard; the folder stays below ``limit_bytes`` plus one shard."""
+    """``open(shard)`` is a local copy of a shard; the folder stays below ``limit_bytes`` plus one shard for each process."""
 
     def __init__(self, store: Store, folder: Path, *, run_id: str, limit_bytes: int) -> None:
         self._store = store
         self._folder = folder / run_id
         self._limit_bytes = limit_bytes
 
-    def path(self, shard: Shard) -> Path:
-        """The shard's local copy, fetched if it is not there.
+    def open(self, shard: Shard) -> BinaryIO:
+        """The shard's local copy, fetched if it is not there, open for reading.
 
         Raises IntegrityError when the shard is not in the store, StoreError when it cannot be had now.
         """
@@ -41,9 +41,9 @@ class ShardCache:
             if _size(path) == shard.size_bytes:
                 os.utime(path)  # the time of last use decides what makes room
             else:
-                self._make_room(shard.size_bytes, keep=path)
+                self._make_room(shard.size_bytes)
                 self._fetch(shard, path)
-        return path
+            return path.open("rb")
 
     def _fetch(self, shard: Shard, path: Path) -> None:
         temporary = path.with_name(_TEMPORARY + path.name)
@@ -69,9 +69,11 @@ class ShardCache:
             os.close(descriptor)
             temporary.unlink(missing_ok=True)
 
-    def _make_room(self, size_bytes: int, *, keep: Path) -> None:
+    def _make_room(self, size_bytes: int) -> None:
         held: list[tuple[float, int, Path]] = []
-        for path in self._folder.glob("*.safetensors"):
+        for path in self._folder.glob(
+            "[!.]*.safetensors"
+        ):  # others' downloads are not to be touched
             try:
                 info = path.stat()
             except FileNotFoundError:  # another process made room at the same time
@@ -81,18 +83,18 @@ class ShardCache:
         for _, size, path in sorted(held):
             if total <= self._limit_bytes:
                 return
-            if path != keep:
+            with suppress(BlockingIOError), self._locked(path, fcntl.LOCK_NB):
                 path.unlink(missing_ok=True)
                 total -= size
 
     @contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        """One process at a time per shard, so that none is fetched twice."""
+    def _locked(self, path: Path, how: int = 0) -> Iterator[None]:
+        """One process at a time per shard, so that none is fetched twice, or removed between its fetch and its use."""
         self._folder.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(path.name + _LOCK)
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | how)
             yield
         finally:
             os.close(descriptor)

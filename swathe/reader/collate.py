@@ -1,11 +1,14 @@
 """From samples to a batch: padded to a rectangle, or packed end to end.
 
 Legend: B samples, L tokens of the longest (rounded up), T tokens of all, K layer slots, H hidden size. Ids, mask and
-states stay unshifted. Both are plain functions: give options with ``functools.partial``.
+states stay unshifted. Float8 codes keep their ``hidden_states_scales`` float32 [B, L, K] or [T, K] beside them. Both are
+plain functions: give options with ``functools.partial``.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from swathe.reader.shards import SCALES, STATES
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +37,10 @@ def collate_padded(
         "row": torch.tensor([sample["row"] for sample in samples]),
         "id": [sample["id"] for sample in samples],
         "length": length_B,
-        "input_ids": _rectangle(samples, "input_ids", lengths, longest, pad_id),
-        "loss_mask": _rectangle(samples, "loss_mask", lengths, longest, 0),
         "attention_mask": torch.arange(longest)[None] < length_B[:, None],
-        "hidden_states": _rectangle(samples, "hidden_states", lengths, longest, 0),
+    } | {
+        name: _rectangle(samples, name, lengths, longest, pad_id if name == "input_ids" else 0)
+        for name in _ragged(samples)
     }
 
 
@@ -71,8 +74,13 @@ def collate_packed(samples: Sequence[Sample], *, max_tokens: int | None = None) 
         "sample": torch.arange(len(lengths)).repeat_interleave(length_B),
     } | {
         name: torch.cat([s[name][:n] for s, n in zip(kept, lengths, strict=True)])
-        for name in ("input_ids", "loss_mask", "hidden_states")
+        for name in _ragged(samples)
     }
+
+
+def _ragged(samples: Sequence[Sample]) -> list[str]:
+    """What a sample holds token by token."""
+    return [name for name in ("input_ids", "loss_mask", STATES, SCALES) if name in samples[0]]
 
 
 def _rectangle(

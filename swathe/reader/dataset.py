@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,10 @@ class HiddenStates:
 
     ``ds[i]`` is a dict: ``row`` int, ``id`` int or str, ``input_ids`` int64 [S], ``loss_mask`` uint8 [S],
     ``hidden_states`` [S, K, H]. Ids, mask and states are unshifted and of equal length: position t of the states is
-    what the model computed at token t. States are private views of mapped files in the stored dtype. A run stored as
-    float8 gives its states in the dtype they were computed in (exact: its scales are powers of two), or, with
-    ``dequantize=False``, as stored and with ``hidden_states_scales`` float32 [S, K].
+    what the model computed at token t. States are private views of mapped files in the stored dtype: what is written into
+    one never reaches the file, but the next read of the sample in this process may find it: clone before you change one. A
+    run stored as float8 gives its states in the dtype they were computed in (exact: its scales are powers of two), or,
+    with ``dequantize=False``, as stored and with ``hidden_states_scales`` float32 [S, K].
 
     ``layers`` picks slots, in the order asked for. ``cache_dir`` keeps whole shards of a remote run on this machine,
     at most ``cache_bytes`` of them; without it each sample is one ranged read.
@@ -112,6 +113,11 @@ class HiddenStates:
         return self._index.shard_of
 
     @property
+    def shard_keys(self) -> dict[int, str]:
+        """The shard of each range; a range that is done again gets another."""
+        return {range_id: shard.key for range_id, shard in self._index.shards.items()}
+
+    @property
     def offsets(self) -> NDArray[Any]:
         """Each sample's first token in its shard: int64 [n]."""
         return self._index.offsets
@@ -161,7 +167,8 @@ class HiddenStates:
             "row": int(self._index.rows[index]),
             "id": self._index.ids[index % len(self)].as_py(),
             "input_ids": self._read(shard, "input_ids", first, stop).to(torch.int64),
-            "loss_mask": self._read(shard, "loss_mask", first, stop),
+            # A copy, as the ids are: trainers clear the last token's, and a view would still be cleared in another use.
+            "loss_mask": self._read(shard, "loss_mask", first, stop).clone(),
         }
 
     def shard_tokens(
@@ -223,22 +230,22 @@ def _source(
     store: Store, cache_dir: str | Path | None, run_id: str, cache_bytes: int
 ) -> ShardSource:
     if store.local_path("") is not None:
-        return MappedShards(partial(_local_path, store))
+        return MappedShards(partial(_open_local, store))
     if cache_dir is None:
         return RemoteShards(store)
     if cache_bytes < 1:
         msg = f"a cache of {cache_bytes} bytes holds no shard; give cache_bytes or leave cache_dir out"
         raise ConfigError(msg)
     cache = ShardCache(store, Path(cache_dir), run_id=run_id, limit_bytes=cache_bytes)
-    return MappedShards(cache.path, _CACHED_MAPS)
+    return MappedShards(cache.open, _CACHED_MAPS)
 
 
-def _local_path(store: Store, shard: Shard) -> Path:
+def _open_local(store: Store, shard: Shard) -> BinaryIO:
     path = store.local_path(shard.key)
     if path is None:
         msg = f"{store.url} has no local files"
         raise ConfigError(msg)
-    return path
+    return path.open("rb")
 
 
 def shard_order(dataset: HiddenStates) -> NDArray[Any]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from swathe import names
-from swathe.errors import IncompleteRunError, IntegrityError
+from swathe.errors import IncompleteRunError, IntegrityError, ObjectMissingError
 from swathe.manifest import Manifest, index_rows, read_manifest
 from swathe.records import RunWatcher, read_run
 from swathe.spec import RangeId, RunSpec
@@ -93,7 +93,15 @@ def _own_manifest(store: Store, spec: RunSpec) -> Manifest:
 
 def _read_rows(store: Store) -> pa.Table:
     path = store.local_path(names.ROWS)
-    if path is not None:
-        # The pages are plain, so the columns are the file itself and processes share them.
-        return pq.read_table(str(path), memory_map=True)
-    return pq.read_table(pa.BufferReader(store.read(names.ROWS)))
+    try:
+        if path is not None:
+            # The pages are plain, so the columns are the file itself and processes share them.
+            return pq.read_table(str(path), memory_map=True)
+        return pq.read_table(pa.BufferReader(store.read(names.ROWS)))
+    except (pa.ArrowException, OSError, ObjectMissingError) as error:
+        why = next(iter(str(error).splitlines()), "")
+        msg = (
+            f"{store.url}/{names.ROWS}: missing or damaged ({why}); write it anew with: swathe verify --full "
+            f"--repair {store.url}"
+        )
+        raise IntegrityError(msg, key=names.ROWS) from error

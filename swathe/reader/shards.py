@@ -10,8 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, Protocol
 
 from swathe import codec, names
 from swathe.errors import FormatError, IntegrityError, ObjectMissingError
@@ -51,8 +50,10 @@ class _Mapping:
 class MappedShards:
     """Files of this machine, mapped privately: tensors are views, and no write of a trainer reaches the file."""
 
-    def __init__(self, path_of: Callable[[Shard], Path], open_shards: int = _OPEN_SHARDS) -> None:
-        self._path_of = path_of
+    def __init__(
+        self, open_shard: Callable[[Shard], BinaryIO], open_shards: int = _OPEN_SHARDS
+    ) -> None:
+        self._open = open_shard
         self._limit = open_shards
         self._maps: OrderedDict[str, _Mapping] = OrderedDict()
         self._lock = threading.Lock()
@@ -72,15 +73,15 @@ class MappedShards:
 
     def __getstate__(self) -> dict[str, Any]:
         """Mappings belong to a process and are made again where the copy is used."""
-        return {"_path_of": self._path_of, "_limit": self._limit}
+        return {"_open": self._open, "_limit": self._limit}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_path_of"], state["_limit"])  # type: ignore[misc]
+        self.__init__(state["_open"], state["_limit"])  # type: ignore[misc]
 
     def _map(self, shard: Shard) -> _Mapping:
         with self._lock:
             if (mapping := self._maps.get(shard.key)) is None:
-                mapping = self._maps[shard.key] = _map_file(self._path_of(shard), shard)
+                mapping = self._maps[shard.key] = _map_file(self._open, shard)
                 if len(self._maps) > self._limit:
                     self._maps.popitem(last=False)  # unmapped once the last tensor on it is gone
             else:
@@ -88,16 +89,17 @@ class MappedShards:
             return mapping
 
 
-def _map_file(path: Path, shard: Shard) -> _Mapping:
+def _map_file(open_shard: Callable[[Shard], BinaryIO], shard: Shard) -> _Mapping:
     try:
-        with path.open("rb") as file:
+        with open_shard(shard) as file:
+            path = file.name
             # Copy-on-write: torch wants writable memory.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError as error:
-        raise _missing(str(path), shard) from error
+        raise _missing(str(error.filename), shard) from error
     except ValueError as error:  # an empty file cannot be mapped
-        raise _damaged(str(path), shard, f"0 bytes, {shard.size_bytes} expected") from error
-    header = _header(lambda at, size: data[at : at + size], len(data), str(path), shard)
+        raise _damaged(path, shard, f"0 bytes, {shard.size_bytes} expected") from error
+    header = _header(lambda at, size: data[at : at + size], len(data), path, shard)
     return _Mapping(data=data, header=header)
 
 

@@ -78,17 +78,28 @@ class HiddenStatesStream(IterableDataset[dict[str, Any]]):
     def state_dict(self, batches: int) -> dict[str, int]:
         """Where this epoch stands after ``batches`` batches of ``batch_size`` were taken on each rank."""
         start = int(self._state[_START]) + batches * self.batch_size * self.world
-        return {"seed": self._seed, "epoch": self.epoch, "samples": start}
+        return self._ordered_by() | {"epoch": self.epoch, "samples": start}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where ``state_dict`` stood; the number of workers, and even of ranks, may have changed.
 
-        Raises ConfigError for a state of another seed: its samples were in another order.
+        Raises ConfigError for a state of another seed, window or data set: its samples were in another order, so some would
+        come twice and others never.
         """
-        if state["seed"] != self._seed:
-            msg = f"the state is of seed {state['seed']}, this stream has {self._seed}; give the same seed"
-            raise ConfigError(msg)
+        for name, mine in self._ordered_by().items():
+            if state.get(name, mine) != mine:
+                msg = f"the state is of {name} {state[name]}, this stream has {mine}; give the same, or begin the epoch anew"
+                raise ConfigError(msg)
         self._state[_EPOCH], self._state[_START] = state["epoch"], state["samples"]
+
+    def _ordered_by(self) -> dict[str, int]:
+        """What fixes the order of an epoch; a window of 0 shards is one over all."""
+        return {
+            "seed": self._seed,
+            "shuffle": int(self._shuffle),
+            "window_shards": self._window or 0,
+            "dataset_samples": len(self.dataset),
+        }
 
     def order(self) -> NDArray[np.int64]:
         """The whole epoch's samples, of all ranks, in order: int64 [n]."""
@@ -126,7 +137,9 @@ class HiddenStatesStream(IterableDataset[dict[str, Any]]):
         ahead, held = iter(mine.tolist()), 0
         queue: deque[int] = deque()
         while True:
-            while held < self._readahead_bytes and (new := next(ahead, None)) is not None:
+            while held < self._readahead_bytes or not queue:
+                if (new := next(ahead, None)) is None:
+                    break
                 self.dataset.will_need(new)
                 queue.append(new)
                 held += self._bytes_of(new)

@@ -30,7 +30,8 @@ logger = log.get("store")
 
 _TEMPORARY: Final = ".tmp-"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
-_DENIED: Final = {errno.EACCES, errno.EPERM, errno.EROFS}
+_DENIED: Final = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+"""No attempt helps: of the last two, a file stands where a folder is wanted."""
 _UNABLE: Final = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _NO_LINK: Final = _UNABLE | {errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 _NO_FLUSH: Final = _UNABLE | {errno.EINVAL, errno.EBADF, errno.EISDIR}
@@ -65,7 +66,10 @@ class LocalStore:
     def read(self, key: str) -> bytes:
         """All bytes of a file."""
         with self._errors("read", key):
-            return self._path(key).read_bytes()
+            try:
+                return self._path(key).read_bytes()
+            except NotADirectoryError as error:
+                raise FileNotFoundError from error
 
     def read_range(self, key: str, offset: int, size_bytes: int) -> bytes:
         """A slice of a file."""
@@ -112,7 +116,7 @@ class LocalStore:
         with self._errors("stat", key):
             try:
                 info = self._path(key).stat()
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return None
             return ObjectInfo(key=key, size_bytes=info.st_size, modified_s=info.st_mtime)
 
@@ -122,7 +126,7 @@ class LocalStore:
             self._path(prefix) if prefix.endswith("/") or not prefix else self._path(prefix).parent
         )
         with self._errors("list", prefix):
-            for path, info in self._walk(folder):
+            for path, info in self._walk(folder, links=True):
                 key = path.relative_to(self._root).as_posix()
                 if key.startswith(prefix) and not path.name.startswith(_TEMPORARY):
                     yield ObjectInfo(key=key, size_bytes=info.st_size, modified_s=info.st_mtime)
@@ -147,7 +151,8 @@ class LocalStore:
         """Remove temporaries that a dead process left; returns how many."""
         removed = 0
         with self._errors("collect", _TEMPORARY):
-            for path, info in self._walk(self._path(prefix)):
+            # What lies behind links is not ours to clean.
+            for path, info in self._walk(self._path(prefix), links=False):
                 if path.name.startswith(_TEMPORARY) and time.time() - info.st_mtime > older_than_s:
                     path.unlink(missing_ok=True)
                     removed += 1
@@ -156,14 +161,19 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         return self._root / key
 
-    def _walk(self, folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    def _walk(
+        self, folder: Path, *, links: bool, above: tuple[os.stat_result, ...] = ()
+    ) -> Iterator[tuple[Path, os.stat_result]]:
+        """All files below a folder; with ``links`` also of linked folders: a data set's may lie on another disk."""
         try:
-            entries = list(os.scandir(folder))
+            here, entries = folder.stat(), list(os.scandir(folder))
         except FileNotFoundError:
             return
+        if any(os.path.samestat(here, one) for one in above):
+            return  # a link back up
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from self._walk(Path(entry.path))
+            if entry.is_dir(follow_symlinks=links):
+                yield from self._walk(Path(entry.path), links=links, above=(*above, here))
                 continue
             with contextlib.suppress(FileNotFoundError):  # removed since the listing
                 yield Path(entry.path), entry.stat()

@@ -17,7 +17,7 @@ def open_store(url: str | Path, settings: Settings | None = None) -> Store:
     text = str(url)
     scheme, separator, rest = text.partition("://")
     if not separator:
-        return LocalStore(Path(text))
+        return LocalStore(Path(text).expanduser())
     if scheme == "file":
         return LocalStore(Path(rest))
     if scheme == "s3":

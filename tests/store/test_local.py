@@ -13,6 +13,7 @@ import structlog
 import xxhash
 
 from swathe.errors import ConfigError, NoSpaceError, StoreError, SwatheError
+from swathe.store import open_store
 from swathe.store.local import LocalStore
 
 
@@ -247,3 +248,22 @@ def test_file_modes_follow_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in "ab"} == {0o640}
+
+
+def test_a_path_from_the_home_folder_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--out=~/run`` reaches the program as it is written."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("~/run").url == str(tmp_path / "run")
+
+
+def test_temporaries_behind_a_link_are_somebody_elses(tmp_path: Path) -> None:
+    theirs, mine = tmp_path / "theirs" / ".tmp-x", tmp_path / "run" / ".tmp-y"
+    for path in (theirs, mine):
+        path.parent.mkdir()
+        path.write_bytes(b"x")
+    (tmp_path / "run" / "link").symlink_to(theirs.parent)
+    assert LocalStore(tmp_path / "run").collect(older_than_s=-1) == 1
+    assert theirs.exists()
+    assert not mine.exists()

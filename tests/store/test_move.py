@@ -384,6 +384,9 @@ def test_what_else_lies_in_the_two_places_is_left_alone(place: Place) -> None:
     others = [Path(url, *parts) for url in (source, dest) for parts in (
         ("notes.txt",), ("states-of-mine.json",), ("other", "states", ".tmp-000001-under-way"), ("other", "run.json"),
     )]  # fmt: skip
+    others.append(
+        Path(source, "tokens", "my-data.parquet")
+    )  # a run made beside a data set of that name
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")

@@ -209,3 +209,20 @@ def test_adapters_work_in_worker_processes(run: Path, adapter: type) -> None:
     first = {name: value for name, value in again[3].items() if torch.is_tensor(value)}
     assert all(torch.equal(value, data[3][name]) for name, value in first.items())
     assert len(list(DataLoader(data, batch_size=None, num_workers=2))) == len(data)
+
+
+@pytest.mark.parametrize("large", [65_504.0, 98_304.0])
+def test_states_that_float16_makes_infinite_are_refused(tmp_path: Path, large: float) -> None:
+    def states(row: int) -> torch.Tensor:
+        return torch.full((len(ids_of(row, RECIPE)), len(RECIPE.layers), RECIPE.hidden), large)
+
+    url = make_run(tmp_path, replace(RECIPE, dtype="float32", states=states)).url
+    assert ModelOpt(url)[2]["aux_hidden_states"].isfinite().all()
+    for adapter in (ModelOpt(url, dtype="float16"), Speculators(url, dtype="float16")):
+        if large > 65_504:
+            with pytest.raises(
+                ConfigError, match=r"row 2 has states up to 9\.83e\+04, .* bfloat16"
+            ):
+                adapter.file(2)
+        else:
+            assert adapter.file(2)

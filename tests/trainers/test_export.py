@@ -12,11 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swathe import HiddenStates
+from swathe import HiddenStates, names
 from swathe.adapters import ModelOpt, SpecForge, Speculators
 from swathe.errors import ConfigError, IntegrityError, NoSpaceError
 from swathe.export import ExportOptions, export, speculators_set
-from tests.support.runs import Recipe, ids_of, make_run, mask_of
+from swathe.manifest import seal
+from swathe.records import read_run
+from swathe.spec import RangeId
+from swathe.tokens import TokenReader
+from tests.support.runs import Recipe, ids_of, length_of, make_run, mask_of, write_range
 
 RECIPE = Recipe()
 
@@ -140,6 +144,28 @@ def test_an_interrupted_export_goes_on_where_it_stopped(run: Path, tmp_path: Pat
     same(load_file(short), Speculators(run).file(int(short.stem[3:])))
     again = export(run, tmp_path, options)
     assert (again.found, again.written_bytes) == (39, 0)
+
+
+def test_ranges_that_were_done_again_are_exported_again(tmp_path: Path) -> None:
+    def empty(row: int) -> torch.Tensor:
+        return torch.zeros(length_of(row, RECIPE), len(RECIPE.layers), RECIPE.hidden)
+
+    store = make_run(tmp_path / "run", replace(RECIPE, states=empty))
+    options, dest = ExportOptions(format="modelopt", layers=(1,)), tmp_path / "export"
+    export(store.url, dest, options)
+    store.delete(names.MANIFEST)
+    store.delete(names.record(RangeId(1)))
+    spec = read_run(store)
+    members = TokenReader(store, spec).read_range(RangeId(1)).rows.tolist()
+    write_range(store, spec, RangeId(1), members, RECIPE)
+    seal(store)
+    report = export(store.url, dest, options)
+    assert report.found == report.samples - len(members)
+    adapter = ModelOpt(store.url, layers=(1,))
+    for index, row in enumerate(adapter.dataset.rows):
+        file = torch.load(next(dest.glob(f"rows_*/data_{index}.pt")), weights_only=True)
+        same(file, adapter.file(index))
+        assert file["aux_hidden_states"].any() == (row in members)
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(run: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,9 +13,11 @@ from producer.verify import verify
 from swathe import HiddenStates, names
 from swathe.adapters import SpecForge, Speculators
 from swathe.adapters.norm import read_final_norm
+from swathe.adapters.speculators import quantize_fp8
 from swathe.errors import ConfigError, IntegrityError, PlanError, RunMismatchError
 from swathe.export import ExportOptions, export
 from swathe.importing import ImportOptions, import_speculators
+from swathe.importing.normed import to_float
 from swathe.manifest import read_manifest
 from swathe.records import read_run
 from swathe.store.local import LocalStore
@@ -89,7 +92,7 @@ def test_float8_folders_keep_their_bytes(
 
 
 def harm(folder: Path) -> dict[int, str]:
-    """Five kinds of bad files, and what is said of each."""
+    """Kinds of bad files, and what is said of each."""
     hs(folder, 3).unlink()
     hs(folder, 9).write_bytes(hs(folder, 9).read_bytes()[:-20])
     hs(folder, 11).write_bytes(b"no safetensors")
@@ -99,6 +102,10 @@ def harm(folder: Path) -> dict[int, str]:
     save_file(file | {"hidden_states": file["hidden_states"][:, :3].contiguous()}, hs(folder, 31))
     file = load_file(hs(folder, 40))
     save_file(file | {"hidden_states": file["hidden_states"].float()}, hs(folder, 40))
+    file = load_file(hs(folder, 41))
+    codes, scales = quantize_fp8(file["hidden_states"])
+    scales = scales.bfloat16()
+    save_file(file | {"hidden_states": codes, "hidden_states_scales": scales}, hs(folder, 41))
     return {
         3: "no hidden states file",
         9: "cut short",
@@ -106,6 +113,7 @@ def harm(folder: Path) -> dict[int, str]:
         20: "token ids",
         31: "shape",
         40: "float32",
+        41: "one float32 scale",
     }
 
 
@@ -114,13 +122,25 @@ def test_bad_files_are_rejected_with_their_reasons(
 ) -> None:
     expected = harm(folder)
     report = import_speculators(folder, LocalStore(tmp_path / "run"), options)
-    assert (report.stored, report.rejected) == (54, 6)
+    assert (report.stored, report.rejected) == (53, 7)
     lines = (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()
     found = {line["row"]: line["reason"] for line in map(json.loads, lines)}
     assert found.keys() == expected.keys()
     assert [row for row, words in expected.items() if words not in found[row]] == []
     kept = [row for row in range(60) if row not in expected]
     assert HiddenStates(tmp_path / "run").rows.tolist() == kept
+
+
+def test_a_mask_of_weights_is_no_mask(folder: Path, options: ImportOptions, tmp_path: Path) -> None:
+    (path,) = folder.glob("data-*.arrow")
+    table = pa.ipc.open_stream(path.read_bytes()).read_all()
+    masks = table["loss_mask"].to_pylist()
+    masks[5][-1] = 2
+    table = table.set_column(1, "loss_mask", pa.array(masks))
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    assert import_speculators(folder, LocalStore(tmp_path / "run"), options).rejected == 1
+    assert "loss_mask holds 2" in (tmp_path / "run" / "rejected.jsonl").read_text()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
@@ -141,19 +161,43 @@ def test_a_sample_with_a_nan_is_quarantined(tmp_path: Path, dtype: str) -> None:
     assert read_manifest(store).accounts.quarantined == 1
 
 
+def test_every_float8_code_is_what_torch_takes_it_for() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    finite = (codes & 0x7F) != 0x7F
+    found = torch.from_numpy(to_float(codes[finite].numpy(), "float8_e4m3fn"))
+    assert torch.equal(found, codes[finite].view(torch.float8_e4m3fn).float())
+
+
+@pytest.mark.parametrize("when", ["at once", "float8", "later"])
 def test_states_after_the_norm_are_recognised_and_refused(
-    folder: Path, options: ImportOptions, tmp_path: Path
+    folder: Path, options: ImportOptions, tmp_path: Path, when: str
 ) -> None:
     source = LocalStore(tmp_path / "source")
     norm = read_final_norm(source, read_run(source))
     for row in range(60):
         file = load_file(hs(folder, row))
         file["hidden_states"][:, -1] = norm(file["hidden_states"][:, -1])
+        if when == "float8":
+            names_of = ("hidden_states", "hidden_states_scales")
+            file |= dict(zip(names_of, quantize_fp8(file["hidden_states"]), strict=True))
         save_file(file, hs(folder, row))
+    store = LocalStore(tmp_path / "run")
+    if when == "later":
+        report = import_speculators(folder, store, replace(options, final_norm=None))
+        assert not report.norm_checked
     with pytest.raises(IntegrityError, match="AFTER the model's final norm"):
-        import_speculators(folder, LocalStore(tmp_path / "run"), options)
-    with pytest.raises(Exception, match="not sealed"):
-        HiddenStates(tmp_path / "run")
+        import_speculators(folder, store, options)
+    if when != "later":
+        with pytest.raises(Exception, match="not sealed"):
+            HiddenStates(tmp_path / "run")
+
+
+def test_a_norm_that_an_earlier_call_had_is_used_by_the_next(
+    folder: Path, options: ImportOptions, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "run")
+    assert import_speculators(folder, store, options).norm_checked
+    assert import_speculators(folder, store, replace(options, final_norm=None)).norm_checked
 
 
 def test_an_interrupted_import_goes_on(
