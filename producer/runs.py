@@ -132,6 +132,7 @@ class Runs:
         self._roots = settings.store_roots
         self._watched: dict[RunId, _Watched] = {}
         self._progress: dict[RunId, Progress] = {}
+        self._told: dict[RunId, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="runs", daemon=True)
         self.errors = 0
@@ -168,7 +169,13 @@ class Runs:
                 self._read(run_id, url)
             except (SwatheError, OSError) as error:
                 self.errors += 1
-                logger.warning("run cannot be read", run=run_id, url=url, error=str(error))
+                if self._told.get(run_id) != str(
+                    error
+                ):  # what goes on for hours must not fill the log
+                    self._told[run_id] = str(error)
+                    logger.warning("run cannot be read", run=run_id, url=url, error=str(error))
+            else:
+                self._told.pop(run_id, None)
 
     def _read(self, run_id: RunId, url: str) -> None:
         if run_id not in self._watched or moved(self._watched[run_id].store) is not None:

@@ -214,14 +214,19 @@ def test_foreign_jobs_are_set_aside_and_never_reach_the_work(redis, redis_url, w
     assert ranges.known_ranges("run1").refused == {0, 5}
 
 
-def test_a_run_outside_the_roots_is_refused(redis, redis_url, work):
-    ranges = enqueue(redis, 1)
+def test_a_worker_outside_whose_roots_a_run_lies_leaves_it_after_one_refusal(
+    redis, redis_url, work
+):
+    """A node with a wrong setting must not take all ranges from those that could do them."""
+    ranges = enqueue(redis, 3)
     worker = new_worker(redis_url, work)
     worker._roots = ["/elsewhere"]
     running = Running(worker)
-    until_done(ranges)
+    said = wait_for(lambda: queue.live_workers(redis).get("w1", {}).get("not_serving"))
     running.stop()
-    assert (work.computed(), ranges.counts().refused) == ({}, 1)
+    assert "SWATHE_STORE_ROOTS" in said["run1"]
+    assert work.computed() == {}
+    assert ranges.counts() == QueueCounts(queued=2, refused=1)
     reason = redis.hget(f"rq:job:{names.job('run1', 0)}", "exc_info").decode()
     assert "SWATHE_STORE_ROOTS" in reason
 

@@ -11,9 +11,11 @@ from typing import Any, Final
 import torch
 from pydantic import SecretStr
 
-from swathe import log
+from swathe import log, names
+from swathe.errors import RefusedJobError
 from swathe.manifest import seal
 from swathe.queue import connect
+from swathe.queue.payload import allowed_run_url
 from swathe.records import RunWatcher, open_run
 from swathe.settings import Settings
 from swathe.spec import RunId
@@ -58,7 +60,7 @@ def serve(
         settings=settings,
         telemetry=telemetry,
     )
-    fleet = _Fleet(redis_url, place, settings.node)
+    fleet = _Fleet(redis_url, place, settings)
     worker = RangeWorker(
         redis_url,
         work,
@@ -122,9 +124,10 @@ def _note_space(work: Extraction) -> None:
 class _Fleet:
     """What the worker loop asks of the rest of the process."""
 
-    def __init__(self, redis_url: SecretStr, place: Place, node: str) -> None:
+    def __init__(self, redis_url: SecretStr, place: Place, settings: Settings) -> None:
         self._redis_url = redis_url
-        self._node = node
+        self._node = settings.node
+        self._roots = settings.store_roots
         self._place = place
         self.reporter: Reporter | None = None
 
@@ -140,9 +143,13 @@ class _Fleet:
 
     def rebuild(self, run_id: RunId, url: str) -> bool:
         """Compare a run with its store: enqueue what the queue lost, seal what is complete; True when nothing is left."""
+        if not self._may_open(run_id, url):
+            return True  # the business of workers that may; by this one its ranges would be refused again
         store, spec = open_run(url)
-        if spec.run_id != run_id:
+        if spec.run_id != run_id or not self._may_open(run_id, store.url):
             return True
+        if store.stat(names.MANIFEST) is not None:
+            return True  # without reading the records of every run that there ever was
         watcher = RunWatcher(store, spec)
         state = watcher.read()
         if state.complete:
@@ -160,6 +167,13 @@ class _Fleet:
                 )
             return False
         return True  # the rest is set aside
+
+    def _may_open(self, run_id: RunId, url: str) -> bool:
+        try:
+            allowed_run_url(run_id, url, self._roots)
+        except RefusedJobError:
+            return False
+        return True
 
 
 def _threads() -> int:
