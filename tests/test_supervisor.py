@@ -250,6 +250,41 @@ def test_choice_of_devices():
             choose(wanted, GPUS)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "environment", "left"),
+    [
+        ("0,1", {}, ["GPU-bb"]),
+        ("GPU-aa,GPU-bb", {}, ["GPU-bb"]),
+        ("all", {}, ["GPU-bb", "GPU-cc"]),
+        ("all", {"CUDA_VISIBLE_DEVICES": "0,1"}, ["GPU-bb"]),
+        ("all", {"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, ["GPU-bb"]),
+        ("0", {}, []),
+    ],
+)
+def test_a_device_that_fails_costs_no_other_and_none_takes_its_place(
+    monkeypatch, wanted, environment, left
+):
+    present = list(GPUS)
+    monkeypatch.setattr(devices, "present_devices", lambda: list(present))
+    chosen = devices.Wanted(wanted, environment)
+    before = chosen()
+    present.remove(GPUS[0])
+    assert [device.uuid for device in chosen()] == left
+    present.clear()
+    assert chosen() == []  # and not the CPU
+    present.extend(GPUS)
+    assert chosen() == before
+
+
+def test_a_node_without_gpus_takes_those_that_come(monkeypatch):
+    present = []
+    monkeypatch.setattr(devices, "present_devices", lambda: list(present))
+    chosen = devices.Wanted("all", {})
+    assert chosen() == [CPU]
+    present.extend(GPUS)
+    assert chosen() == GPUS
+
+
 class FakeNvml:
     """As much of pynvml as is asked: two cards, the second cut into MIG instances, a third lost."""
 
