@@ -152,6 +152,19 @@ def test_finished_workers_end_the_supervisor(tmp_path):
     assert run.wait() == 0
 
 
+def test_a_worker_that_cannot_be_started_costs_no_other(tmp_path):
+    run = Supervised(script(tmp_path, FOREVER), GPUS[:1])
+    wait_for((tmp_path / "GPU-aa.up").exists)
+    started = run.supervisor._command
+    run.supervisor._command = lambda device, name: (
+        ["/nothing/here"] if device == GPUS[1] else started(device, name)
+    )
+    run.found = GPUS[:2]
+    wait_for(lambda: run.states().get("GPU-bb") == "given up")
+    assert run.states()["GPU-aa"] == "running"
+    assert run.stop() == 1
+
+
 def test_devices_that_appear_and_vanish(tmp_path):
     run = Supervised(script(tmp_path, FOREVER), GPUS[:1])
     wait_for((tmp_path / "GPU-aa.up").exists)
