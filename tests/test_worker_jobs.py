@@ -8,7 +8,7 @@ import pytest
 from fleet import QUEUE, FakeWork, Running, end_all, enqueue, job, new_worker, wait_for
 
 from swathe import names, queue
-from swathe.queue import QueueCounts, RangeQueue
+from swathe.queue import Leases, QueueCounts, RangeQueue, connect, new_execution
 from swathe.spec import RunId
 from worker.host.supervisor import worker_name
 from worker.loop.contract import Hooks
@@ -305,6 +305,20 @@ def test_an_idle_worker_takes_the_queue_that_waited_longest(redis, redis_url, wo
     running = Running(new_worker(redis_url, work, hooks=hooks, exit_when_idle_s=0.3))
     assert running.wait() == 0
     assert seen == ["old"] * 3 + ["new"] * 3
+
+
+def test_on_a_full_server_the_ranges_of_the_dead_come_back_all_the_same(new_server, work):
+    """What a worker says about itself was refused, and with it ended the turn in which it would have reaped."""
+    with connect(new_server.url) as client:
+        ranges = enqueue(client, 3)
+        dead = Leases(client, QUEUE, "dead", lease_s=0.5)
+        assert dead.claim(new_execution()).lease
+        client.config_set("maxmemory", "1")
+        running = Running(new_worker(new_server.url, work))
+        until_done(ranges)
+        assert work.records() == [0, 1, 2]
+        client.config_set("maxmemory", "0")
+        assert running.stop() == 0
 
 
 def test_an_idle_worker_rebuilds_what_the_queue_lost(redis, redis_url, work):
