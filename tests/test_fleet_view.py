@@ -1,7 +1,10 @@
 """What displays and a person's commands ask of the queue: true at any moment, and true while Redis is away."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,6 +139,21 @@ def test_a_run_is_shown_from_its_store_while_redis_is_away(
     monkeypatch.setattr(watching, "read_settings", lambda: settings)
     watching.status(store.url)
     assert "complete, not sealed yet" in capsys.readouterr().out
+
+
+def test_warnings_go_to_stderr_and_leave_json_alone(tmp_path):
+    """Loggers of modules were bound before the command line had said where events go: to stdout, in another form."""
+    store = make_run(tmp_path / "run", Recipe())
+    done = subprocess.run(
+        [sys.executable, "-m", "producer.cli", "status", store.url, "--json"],
+        env=os.environ | {"REDIS_URL": f"unix://{tmp_path}/none"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["sealed"]
+    (line,) = done.stderr.splitlines()
+    assert json.loads(line)["event"] == "shown from the store alone"
 
 
 @pytest.mark.parametrize("by", ["url", "id"])
