@@ -14,8 +14,7 @@ from pydantic import SecretStr
 from swathe import log, names
 from swathe.errors import RefusedJobError
 from swathe.manifest import seal
-from swathe.queue import connect
-from swathe.queue.payload import allowed_run_url
+from swathe.queue import allowed_run_url, connect
 from swathe.records import RunWatcher, open_run
 from swathe.settings import Settings
 from swathe.spec import RunId
