@@ -321,6 +321,38 @@ def test_on_a_full_server_the_ranges_of_the_dead_come_back_all_the_same(new_serv
         assert running.stop() == 0
 
 
+def test_an_error_whose_text_is_no_unicode_is_a_failure_like_any_other(redis, redis_url, work):
+    """A path with bytes of another encoding is enough; Redis' client would not send it, and the range was held for ever."""
+    work.faults["compute:0"] = "bytes*1"
+    ranges = enqueue(redis, 2)
+    running = Running(new_worker(redis_url, work))
+    until_done(ranges)
+    assert running.stop() == 0
+    assert work.records() == [0, 1]
+    assert work.computed()[0] == 2
+
+
+def test_a_marker_tells_of_such_an_error_too(redis, redis_url, work):
+    work.faults["compute:0"] = "bytes"
+    ranges = enqueue(redis, 2)
+    running = Running(new_worker(redis_url, work))
+    until_done(ranges)
+    assert running.stop() == 0
+    assert "\\udcff" in work.failed()[0]["reason"]
+
+
+def test_a_settlement_that_cannot_be_delivered_frees_its_range(redis, redis_url, work, monkeypatch):
+    def broken(*_args):
+        monkeypatch.undo()
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(Leases, "ack", broken)
+    ranges = enqueue(redis, 1)
+    running = Running(new_worker(redis_url, work, heartbeat_s=0.1))
+    until_done(ranges)  # its lease ran out, and its record was found
+    assert running.stop() == 0
+
+
 def test_an_idle_worker_rebuilds_what_the_queue_lost(redis, redis_url, work):
     ranges = enqueue(redis, 6)
     redis.delete(f"rq:job:{names.job('run1', 3)}")  # evicted
