@@ -4,9 +4,9 @@ import pytest
 import structlog
 from pydantic import SecretStr
 
-from swathe import names
+from swathe import names, records
 from swathe.queue import RangeQueue
-from swathe.records import read_run
+from swathe.records import read_record, read_run
 from swathe.settings import Settings
 from swathe.spec import RangeId
 from tests.support.runs import Recipe, make_run
@@ -47,6 +47,26 @@ def test_a_sealed_run_costs_no_reading_of_its_records(redis_url, run, tmp_path):
     # What it would do with the records it shows by an unreadable one.
     store.write(names.record(RangeId(1)), [b"?"])
     assert here.rebuild(spec.run_id, store.url)
+
+
+def test_an_open_run_is_read_once_and_then_what_is_new(
+    redis, redis_url, run, tmp_path, monkeypatch
+):
+    """Every 15 s a worker without work read all records, up to 30,000, while it could claim nothing."""
+    store, spec = run
+    kept = store.read(names.record(RangeId(1)))
+    store.delete(names.record(RangeId(1)))
+    read = []
+    monkeypatch.setattr(
+        records, "read_record", lambda *args: read.append(args[2]) or read_record(*args)
+    )
+    here = fleet(redis_url, tmp_path)
+    assert not here.rebuild(spec.run_id, store.url)
+    assert len(read) == spec.totals.ranges - 1
+    assert not here.rebuild(spec.run_id, store.url)
+    store.create(names.record(RangeId(1)), kept)
+    assert here.rebuild(spec.run_id, store.url)
+    assert read[spec.totals.ranges - 1 :] == [1]
 
 
 def test_a_run_that_was_deleted_is_told_of_once(redis, redis_url, tmp_path):

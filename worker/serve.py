@@ -128,6 +128,8 @@ class _Fleet:
         self._node = settings.node
         self._roots = settings.store_roots
         self._place = place
+        self._watchers: dict[RunId, RunWatcher] = {}
+        """Of open runs: each look reads what is new."""
         self.reporter: Reporter | None = None
 
     def about(self) -> Mapping[str, Any]:
@@ -148,8 +150,11 @@ class _Fleet:
         if spec.run_id != run_id or not self._may_open(run_id, store.url):
             return True
         if store.stat(names.MANIFEST) is not None:
+            self._watchers.pop(run_id, None)
             return True  # without reading the records of every run that there ever was
-        watcher = RunWatcher(store, spec)
+        watcher = self._watchers.get(run_id)
+        if watcher is None or watcher.store.url != store.url:
+            watcher = self._watchers[run_id] = RunWatcher(store, spec)
         state = watcher.read()
         if state.complete:
             seal(watcher.store, state)
