@@ -49,9 +49,7 @@ def test_a_sealed_run_costs_no_reading_of_its_records(redis_url, run, tmp_path):
     assert here.rebuild(spec.run_id, store.url)
 
 
-def test_an_open_run_is_read_once_and_then_what_is_new(
-    redis, redis_url, run, tmp_path, monkeypatch
-):
+def test_of_an_open_run_only_what_is_new_is_read(redis_url, run, tmp_path, monkeypatch):
     """Every 15 s a worker without work read all records, up to 30,000, while it could claim nothing."""
     store, spec = run
     kept = store.read(names.record(RangeId(1)))

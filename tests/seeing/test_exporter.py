@@ -160,6 +160,15 @@ def test_each_node_is_listed_once_and_stays_for_a_minute(redis, monkeypatch):
     assert json.loads(exporter.targets().body) == []
 
 
+def test_a_run_that_was_planned_anew_in_the_same_place_is_not_shown_twice(redis, store):
+    write_run(store)
+    run_known(redis, store)
+    redis.hset(names.runs_key(), "before", str(store.url))
+    found = values(exporter_of(redis))
+    assert {key[1] for key in found if key[0] == "swathe_run_samples"} == {"synthetic"}
+    assert found["swathe_exporter_errors_total", "store"] == 0
+
+
 def test_while_redis_is_away_its_values_are_absent_and_the_runs_stay(new_server, store):
     client = connect(new_server.url, retries=0)
     write_run(store)
