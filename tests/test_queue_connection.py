@@ -9,17 +9,24 @@ from pathlib import Path
 
 import pytest
 from conftest import RedisServer
+from fleet import wait_for
 
 from swathe.errors import QueueError
-from swathe.queue import connect, known_runs
+from swathe.queue import RangeQueue, connect, known_runs, policy_warnings
 from swathe.queue import connection as module
+from swathe.spec import RunId
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 @pytest.mark.parametrize("login", ["", ":wrong@"])
 def test_a_refused_login_is_said_at_once(login):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder = Path(tempfile.mkdtemp(prefix="swathe-"))
     server = RedisServer(folder, "--port", str(port))
     server.start()
@@ -70,4 +77,30 @@ def test_after_a_fail_over_the_new_master_is_found(new_server):
             assert other.get("k") == b"2"
     finally:
         after.stop(kill=True)
+        shutil.rmtree(folder)
+
+
+def test_a_replica_is_called_one(new_server):
+    with connect(new_server.url, retries=0) as client:
+        assert policy_warnings(client) == []
+        client.replicaof("127.0.0.1", "1")
+        assert "read-only replica" in policy_warnings(client)[0]
+        with pytest.raises(QueueError, match="must name the master"):
+            RangeQueue(client, "q").pause(RunId("r1"))
+
+
+def test_a_cluster_is_called_one():
+    folder = Path(tempfile.mkdtemp(prefix="swathe-"))
+    ports = ("--port", str(free_port()), "--cluster-port", str(free_port()))
+    server = RedisServer(folder, *ports, "--cluster-enabled", "yes", "--appendonly", "yes")
+    server.start()
+    try:
+        with connect(server.url, retries=0) as client:
+            client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+            wait_for(lambda: client.cluster("INFO")["cluster_state"] == "ok")
+            assert "Redis Cluster" in policy_warnings(client)[0]
+            with pytest.raises(QueueError, match="names a Redis Cluster"):
+                RangeQueue(client, "q").cancel(RunId("r1"))
+    finally:
+        server.stop(kill=True)
         shutil.rmtree(folder)

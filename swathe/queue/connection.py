@@ -22,6 +22,8 @@ _SCHEMES: Final = ("redis", "rediss", "unix")
 _PATIENCE_S: Final = 30.0
 """No new attempt at a command after this long, however many are left: each may wait for its own timeout."""
 
+_CLUSTER: Final = "REDIS_URL names a Redis Cluster, which cannot run the fleet's scripts; use one server, with cluster mode off"
+
 _Value = TypeVar("_Value")
 _QUOTE_HINT: Final = (
     "REDIS_URL cannot be read as an address. In a password or user name, write characters such as"
@@ -149,6 +151,12 @@ def redis_errors(what: str) -> Iterator[None]:
             f"{what}: Redis is full ({error}); give it more memory, then repeat: nothing is doubled"
         )
         raise QueueError(msg) from error
+    except redis.exceptions.ReadOnlyError as error:
+        msg = f"{what}: Redis is a read-only replica ({error}); REDIS_URL must name the master"
+        raise QueueError(msg) from error
+    except (redis.exceptions.ClusterCrossSlotError, redis.exceptions.MovedError) as error:
+        msg = f"{what}: {_CLUSTER} ({error})"
+        raise QueueError(msg) from error
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
         msg = (
             f"{what}: Redis cannot be reached ({error}); repeat when it is back, nothing is doubled"
@@ -165,21 +173,24 @@ def policy_warnings(connection: Redis) -> list[str]:
     Raises QueueError when the server cannot be asked.
     """
     with redis_errors("check of the server's policy"):
-        memory: Any = connection.info("memory")
-        persistence: Any = connection.info("persistence")
+        info: Any = connection.info()
     warnings = []
-    policy = memory.get("maxmemory_policy", "noeviction")
+    if int(info.get("cluster_enabled", 0)):
+        warnings.append(_CLUSTER)
+    if info.get("role") == "slave":
+        warnings.append("Redis is a read-only replica; REDIS_URL must name the master")
+    policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         warnings.append(
             f"maxmemory-policy is {policy}: under memory pressure Redis drops queued ranges silently;"
             " set maxmemory-policy noeviction"
         )
-    if not int(persistence.get("aof_enabled", 0)):
+    if not int(info.get("aof_enabled", 0)):
         warnings.append(
             "appendonly is off: a restart of Redis loses queue and leases (submit rebuilds them from"
             " the store); set appendonly yes and appendfsync everysec"
         )
-    if str(persistence.get("aof_last_write_status", "ok")) != "ok":
+    if str(info.get("aof_last_write_status", "ok")) != "ok":
         warnings.append("Redis cannot write its append-only file; is its disk full?")
     return warnings
 
