@@ -5,6 +5,7 @@ import json
 from typing import get_args
 
 import pytest
+import structlog
 from fleet import enqueue
 
 from producer.exporter import Exporter
@@ -177,7 +178,10 @@ def test_while_redis_is_away_its_values_are_absent_and_the_runs_stay(new_server,
     exporter = exporter_of(client)
     assert values(exporter)["swathe_redis_durable",] == 1
     new_server.stop()
-    found = values(exporter)
+    with structlog.testing.capture_logs() as said:
+        found = values(exporter)
+        values(exporter)
+    assert len(said) == 1, "an outage is told of once"
     assert found["swathe_redis_up",] == 0
     assert not [key for key in found if key[0] in {"swathe_queue_ranges", "swathe_workers"}]
     assert found["swathe_run_complete", "synthetic"] == 1
