@@ -168,6 +168,8 @@ def run_command(  # noqa: PLR0913, PLR0917 - one parameter for each option
     )
     if was_sealed:
         print("(it was complete already; nothing was computed)")
+    elif report.spec.model.random_weights:
+        print("(the weights are random: there is no checkpoint to compare the states with)")
     elif check:
         launch.check(store, samples=check, devices=devices)
     print("read it:")
@@ -192,12 +194,12 @@ def submit(run: Run) -> None:
 def wait(run: Run) -> None:
     """Show progress until the run is complete, seal it if nobody has, and say so by the exit code."""
     (store, spec), settings = open_run(run), read_settings()
-    one = fleet.Fleet(fleet.connect(settings), store, spec)
+    one = fleet.Fleet(fleet.connect(settings, retries=1), store, spec)
     watcher = RunWatcher(store, spec)
     with Display() as display:
         state = watcher.read()
         while state.missing:
-            display.show(one.snapshot(state))
+            display.show(one.look(state))
             time.sleep(_WATCH_EVERY_S)
             state = watcher.read()
     manifest = seal(watcher.store, state)
@@ -230,7 +232,7 @@ def resume(run: Run) -> None:
 @app.command()
 def cancel(run: Run) -> None:
     """Take a run out of the queue; what is stored stays, submit brings the rest back."""
-    print(f"{_fleet(run).cancel()} ranges taken out of the queue")
+    print(f"{fleet.cancel(run, read_settings())} ranges taken out of the queue")
 
 
 @app.command()

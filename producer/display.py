@@ -26,6 +26,8 @@ class Snapshot:
     state: RunState
     refusal: str = ""
     """Why every live worker has given the run up, if so."""
+    note: str = ""
+    """Why the run does not go on by itself, as far as Redis tells, and what to do."""
     workers: tuple[Worker, ...] | None = None
     queued: int | None = None
 
@@ -55,7 +57,7 @@ class Pace:
             self._points.pop(0)
         first = self._points[0]
         seconds = now_s - first[0]
-        if seconds <= 0 or point[2] == first[2]:
+        if seconds <= 0 or point[2] <= first[2]:  # ranges may be withdrawn, too
             return Rates(samples_s=None, tokens_s=None, bytes_s=None, eta_s=None)
         tokens_s = (point[2] - first[2]) / seconds
         return Rates(
@@ -125,6 +127,8 @@ class Display:
             parts.append(f"{len(state.failed)} set aside")
         if self._limiting:
             parts.append(f"limited by {self._limiting}")
+        if snapshot.note and not state.complete:
+            parts.append(snapshot.note)
         return " · ".join(parts)
 
     def _table(self, snapshot: Snapshot, rates: Rates) -> RenderableType:
@@ -152,6 +156,8 @@ class Display:
         parts: list[RenderableType] = [table]
         if state.failed:
             parts.append(Text(f"{len(state.failed)} ranges set aside", style="red"))
+        if snapshot.note and not state.complete:
+            parts.append(Text(snapshot.note, style="red"))
         if self._lines:
             parts += [Text(), crew_table(self._lines)]
         return Group(*parts)

@@ -18,7 +18,7 @@ import typer
 
 from producer.display import duration_text, size_text
 from swathe import queue
-from swathe.errors import SwatheError
+from swathe.errors import RefusedJobError, SwatheError
 from swathe.records import RunWatcher, open_run
 from swathe.settings import Settings, read_settings
 from swathe.store import open_store
@@ -63,6 +63,7 @@ def examine(settings: Settings, run: str | None) -> Diagnosis:
     warnings: list[str] = []
     _devices(facts, problems, warnings)
     _redis(settings, facts, problems, warnings)
+    _roots(settings, run, warnings)
     for root in dict.fromkeys([*settings.store_roots, *([run] if run else [])]):
         facts.setdefault("stores", {})[root] = _store(root, problems)
     if run is not None:
@@ -132,6 +133,23 @@ def _redis(
         facts["redis"]["workers"] = len(queue.live_workers(connection))
     except SwatheError as error:
         problems.append(str(error))
+
+
+def _roots(settings: Settings, run: str | None, warnings: list[str]) -> None:
+    """Whether a worker started here may open the run, or any."""
+    if settings.redis_url is None:
+        return
+    if not settings.store_roots:
+        warnings.append("SWATHE_STORE_ROOTS is not set: swathe-worker does not start without it")
+    elif run is not None:
+        url = open_store(run).url
+        try:
+            queue.allowed_run_url(run, url, settings.store_roots)
+        except RefusedJobError:
+            roots = ", ".join(settings.store_roots)
+            warnings.append(
+                f"{url} is outside SWATHE_STORE_ROOTS ({roots}): workers here refuse it"
+            )
 
 
 def _store(root: str, problems: list[str]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Exporter:
         self._lock = threading.Lock()
         self._seen: dict[tuple[str, str], float] = {}
         self._redis_errors = 0
+        self._away = False
 
     def metrics(self) -> Answer:
         """The fleet in Prometheus' text format."""
@@ -45,6 +46,7 @@ class Exporter:
         paused: frozenset[RunId] | None = None
         try:
             paused = self._add_redis(sheet)
+            self._away = False
         except QueueError as error:
             self._failed(error)
             # A half-read Redis is no reading: what was added before the error would look like all there is.
@@ -97,7 +99,9 @@ class Exporter:
 
     def _failed(self, error: QueueError) -> None:
         self._redis_errors += 1
-        logger.warning("Redis cannot be read", error=str(error))
+        if not self._away:  # two lines every scrape would be thousands a night
+            self._away = True
+            logger.warning("Redis cannot be read", error=str(error))
 
     def _note_nodes(self, workers: Workers) -> None:
         now_s = time.monotonic()

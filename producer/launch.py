@@ -29,6 +29,7 @@ from swathe.store import Store
 _LOOK_EVERY_S: Final = 0.5
 _STOP_GRACE_S: Final = 15.0
 _LOG_TAIL_LINES: Final = 15
+_QUIET_S: Final = 3.0
 
 logger = log.get("run")
 
@@ -57,7 +58,8 @@ def extract(
             worker = stack.enter_context(
                 _workers(devices, redis_url, run.store, settings, log_path)
             )
-            state = _watch(watcher, run, worker, log_path, display)
+            patient = settings.redis_url is not None
+            state = _watch(watcher, run, worker, log_path, display, patient=patient)
     return seal(watcher.store, state)
 
 
@@ -85,11 +87,23 @@ def _workers(
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(settings.drain_s + _STOP_GRACE_S)
+                _wait(process, settings.drain_s + _STOP_GRACE_S)
             except subprocess.TimeoutExpired:
                 logger.warning("the workers did not stop in time and are killed", pid=process.pid)
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], bound_s: float) -> None:
+    """Wait for the workers' orderly end, and say so when it takes long."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_QUIET_S)
+        return
+    logger.info(
+        "the workers store what they have computed; Ctrl-C ends them at once, nothing stored is lost",
+        at_most_s=bound_s,
+    )  # fmt: skip
+    process.wait(bound_s - _QUIET_S)
 
 
 def _watch(
@@ -98,6 +112,8 @@ def _watch(
     worker: subprocess.Popen[bytes],
     log_path: Path,
     display: Display,
+    *,
+    patient: bool,
 ) -> RunState:
     """Show progress until every range has a record or a marker, or the run was moved; bounded by the workers' life."""
     while True:
@@ -105,7 +121,9 @@ def _watch(
             worker.poll() is not None
         )  # asked first: what it committed before is in the reading below
         state = watcher.read()
-        snapshot = run.snapshot(state)
+        # An embedded server that ended does not come back; the fleet's does, and its workers wait for it.
+        look = run.look if patient else run.snapshot
+        snapshot = look(state, own_workers=True)
         display.show(snapshot)
         if not state.missing or watcher.store is not run.store:
             return state

@@ -12,7 +12,7 @@ from typing import Final
 
 from producer.display import Pace
 from swathe import log, names
-from swathe.errors import SwatheError
+from swathe.errors import RunMismatchError, SwatheError
 from swathe.location import moved
 from swathe.manifest import read_manifest
 from swathe.queue.payload import allowed_run_url
@@ -132,6 +132,7 @@ class Runs:
         self._roots = settings.store_roots
         self._watched: dict[RunId, _Watched] = {}
         self._progress: dict[RunId, Progress] = {}
+        self._told: dict[RunId, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="runs", daemon=True)
         self.errors = 0
@@ -166,21 +167,40 @@ class Runs:
         for run_id, url in known.items():
             try:
                 self._read(run_id, url)
+            except (
+                RunMismatchError
+            ) as error:  # planned anew in the same place: no trouble of the store's
+                self._progress.pop(run_id, None)
+                self._tell(run_id, url, error)
             except (SwatheError, OSError) as error:
                 self.errors += 1
-                logger.warning("run cannot be read", run=run_id, url=url, error=str(error))
+                self._tell(run_id, url, error)
+            else:
+                self._told.pop(run_id, None)
 
     def _read(self, run_id: RunId, url: str) -> None:
         if run_id not in self._watched or moved(self._watched[run_id].store) is not None:
             self._allow(run_id, url)
             watched = _Watched(url)
             self._allow(run_id, watched.store.url)
+            if watched.spec.run_id != run_id:
+                msg = (
+                    f"{url} holds run {watched.spec.run_id} now, and not {run_id}; take that off the list with: "
+                    f"swathe cancel {run_id}"
+                )
+                raise RunMismatchError(msg)
             self._watched[run_id] = watched
         progress = self._watched[run_id].read()
         if progress is None:
             self._progress.pop(run_id, None)
         else:
             self._progress[run_id] = progress
+
+    def _tell(self, run_id: RunId, url: str, error: Exception) -> None:
+        """Once; what goes on for hours must not fill the log."""
+        if self._told.get(run_id) != str(error):
+            self._told[run_id] = str(error)
+            logger.warning("run cannot be read", run=run_id, url=url, error=str(error))
 
     def _allow(self, run_id: RunId, url: str) -> None:
         if self._roots:

@@ -16,6 +16,12 @@ class QueueView:
     started: int
     lost: tuple[int, ...]
     paused: bool
+    parked: int = 0
+    """Of a paused run, those that wait for its end."""
+    refused: tuple[int, ...] = ()
+    refusal: str = ""
+    """Why the first of them was."""
+    cancelled: bool = False
     workers: tuple[dict[str, Any], ...]
     warnings: tuple[str, ...] = ()
 
@@ -49,7 +55,9 @@ def as_json(state: RunState, view: QueueView | None) -> dict[str, Any]:
             "queued": view.queued,
             "started": view.started,
             "lost": list(view.lost),
+            "refused": list(view.refused),
             "paused": view.paused,
+            "cancelled": view.cancelled,
             "workers": list(view.workers),
             "warnings": list(view.warnings),
         }
@@ -79,10 +87,16 @@ def as_lines(state: RunState, view: QueueView | None) -> Iterator[str]:
         yield f"  suspect  {len(state.suspect)} ranges of a device whose canary failed; run: swathe verify --repair"
     if view is None:
         return
-    paused = ", paused" if view.paused else ""
+    paused = f", {view.parked} paused (swathe resume)" if view.paused else ""
     yield f"  queue    {view.queued} queued, {view.started} being worked on{paused}"
     yield f"  workers  {len(view.workers)}"
+    for worker in view.workers:
+        if why := dict(worker.get("not_serving") or {}).get(state.spec.run_id):
+            yield f"  warning  worker {worker['name']} does not serve this run: {why}"
+    if view.refused:
+        yield f"  refused  {len(view.refused)} ranges, run: swathe submit, when this is mended: {view.refusal}"
     if view.lost:
-        yield f"  lost     {len(view.lost)} ranges are in no queue; run: swathe submit"
+        gone = "were cancelled" if view.cancelled else "are in no queue"
+        yield f"  lost     {len(view.lost)} ranges {gone}; run: swathe submit"
     for warning in view.warnings:
         yield f"  warning  {warning}"

@@ -17,7 +17,7 @@ from producer.status import as_json, as_lines
 from producer.top import watch_fleet
 from swathe import log, queue
 from swathe.errors import ConfigError, QueueError
-from swathe.records import RunState, RunWatcher, open_run
+from swathe.records import RunWatcher, open_run
 from swathe.settings import read_settings
 from swathe.web import Address, WebServer
 
@@ -26,7 +26,7 @@ _WATCH_EVERY_S: Final = 2.0
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or prefix.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-logger = log.get("exporter")
+logger = log.get("swathe")
 
 
 def status(
@@ -39,15 +39,25 @@ def status(
     """Tell a run's state from its store alone, and from Redis where REDIS_URL is set."""
     (store, spec), settings = open_run(run), read_settings()
     watcher = RunWatcher(store, spec)
-    one = fleet.Fleet(fleet.connect(settings), store, spec) if settings.redis_url else None
-    state = watcher.read()
+    one = None
+    if settings.redis_url:  # few retries: what the store says does not wait for Redis
+        one = fleet.Fleet(fleet.connect(settings, retries=1), store, spec)
     if watch:
+        state = watcher.read()
         with Display() as display:
             while state.missing:  # what is set aside comes by nobody's work
-                display.show(_snapshot(one, state))
+                display.show(one.look(state) if one else Snapshot(state=state))
                 time.sleep(_WATCH_EVERY_S)
                 state = watcher.read()
-    view = one.view(state) if one else None
+    view = None
+    try:
+        known = one.known() if one else None
+        state = watcher.read()
+        if one and known:
+            view = one.view(state, known)
+    except QueueError as error:
+        logger.warning("shown from the store alone", error=str(error))
+        state = watcher.read()
     if json_:
         value = as_json(state, view) | {"failures": fleet.failures(watcher.store, state)}
         print(json.dumps(value, indent=1, ensure_ascii=False))
@@ -56,15 +66,6 @@ def status(
             print(line)
         for failure in fleet.failures(watcher.store, state):
             print(f"  aside    range {failure['range']}: {failure['reason']}")
-
-
-def _snapshot(one: fleet.Fleet | None, state: RunState) -> Snapshot:
-    """The run in its fleet; while Redis is away, from the store alone."""
-    try:
-        return one.snapshot(state) if one else Snapshot(state=state)
-    except QueueError as error:
-        logger.warning("Redis cannot be read; shown from the store alone", error=str(error))
-        return Snapshot(state=state)
 
 
 def top(

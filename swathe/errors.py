@@ -88,6 +88,10 @@ class RefusedJobError(SwatheError):
     """Raised for a job that a worker must not execute (foreign function, callbacks, wrong version...)."""
 
 
+class OutOfBoundsJobError(RefusedJobError):
+    """Raised for a job that this worker may not execute, though another may: its roots or its version are others."""
+
+
 class PoisonRangeError(SwatheError):
     """Raised when a range that kills its processes cannot be cut down to guilty samples; ``history`` tells how."""
 

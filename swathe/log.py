@@ -12,6 +12,7 @@ def setup(*, form: Literal["auto", "console", "json"] = "auto", level: str = "in
     console = form == "console" or (form == "auto" and sys.stderr.isatty())
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_logger_name,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
@@ -44,5 +45,5 @@ def setup(*, form: Literal["auto", "console", "json"] = "auto", level: str = "in
 
 
 def get(name: str) -> Any:
-    """A logger bound to a component's name."""
-    return structlog.get_logger().bind(logger=name)
+    """A logger of a component's name. Modules ask before ``setup``: bound here, it would go elsewhere for ever."""
+    return structlog.get_logger(name)

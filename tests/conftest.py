@@ -3,6 +3,7 @@
 import importlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -57,6 +58,11 @@ class RedisServer:
                 return
         msg = "the Valkey server of the tests did not start"
         raise RuntimeError(msg)
+
+    def pause(self, *, on: bool = True) -> None:
+        """Answer nothing, as a server behind a dead network does."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP if on else signal.SIGCONT)
 
     def stop(self, *, kill: bool = False) -> None:
         if self._process is not None:

@@ -119,6 +119,7 @@ class FakeWork:
             return
         raised: dict[str, Callable[[], Exception]] = {
             "value": lambda: ValueError("bad sample"),
+            "bytes": lambda: ValueError("bad sample \udcff"),
             "store": lambda: errors.StoreError("store away"),
             "space": lambda: errors.NoSpaceError("disk full"),
             "os": lambda: OSError("stale handle"),

@@ -27,6 +27,12 @@ def test_rates_are_those_of_the_last_minute() -> None:
     assert rates.eta_s == pytest.approx((100_000 - 100 * (10 + 80 * 5)) / 500.0)
 
 
+def test_ranges_that_are_withdrawn_give_no_speed_below_zero() -> None:
+    pace = Pace()
+    pace.add(state_with(stored=500), 0.0)
+    assert pace.add(state_with(stored=300), 10.0).samples_s is None
+
+
 def test_sizes_and_durations_read_well() -> None:
     assert [size_text(n) for n in (5, 1500, 2_000_000, 15_700_000_000_000)] == [
         "5 B", "1.5 kB", "2.0 MB", "15.70 TB",

@@ -5,7 +5,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+from pydantic import SecretStr
 from redis import Redis
+
+from producer.doctor import _roots
+from swathe.settings import Settings
 
 
 def doctor(tmp_path, **environment: str) -> tuple[int, dict]:
@@ -53,3 +58,15 @@ def test_a_redis_that_may_drop_jobs_and_a_store_that_cannot_be_written_are_probl
     assert code == 1
     assert any("allkeys-lru" in problem for problem in found["problems"])
     assert any(str(blocked) in problem for problem in found["problems"])
+
+
+@pytest.mark.parametrize(
+    ("roots", "said"),
+    [("", "is not set"), ("/elsewhere", "is outside SWATHE_STORE_ROOTS (/elsewhere)"), ("/a", "")],
+)
+def test_roots_that_would_keep_workers_from_the_run_are_told_of(roots, said) -> None:
+    """It said "this node can work" where swathe-worker does not start, or refuses the run."""
+    warnings: list[str] = []
+    _roots(Settings(redis_url=SecretStr("redis://h/0"), store_roots=roots), "/a/run", warnings)
+    assert said in "".join(warnings)
+    assert bool(warnings) == bool(said)

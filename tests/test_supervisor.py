@@ -152,6 +152,19 @@ def test_finished_workers_end_the_supervisor(tmp_path):
     assert run.wait() == 0
 
 
+def test_a_worker_that_cannot_be_started_costs_no_other(tmp_path):
+    run = Supervised(script(tmp_path, FOREVER), GPUS[:1])
+    wait_for((tmp_path / "GPU-aa.up").exists)
+    started = run.supervisor._command
+    run.supervisor._command = lambda device, name: (
+        ["/nothing/here"] if device == GPUS[1] else started(device, name)
+    )
+    run.found = GPUS[:2]
+    wait_for(lambda: run.states().get("GPU-bb") == "given up")
+    assert run.states()["GPU-aa"] == "running"
+    assert run.stop() == 1
+
+
 def test_devices_that_appear_and_vanish(tmp_path):
     run = Supervised(script(tmp_path, FOREVER), GPUS[:1])
     wait_for((tmp_path / "GPU-aa.up").exists)
@@ -248,6 +261,41 @@ def test_choice_of_devices():
     for wanted in ("3", "GPU-zz", "GPU-", "", ","):
         with pytest.raises(ConfigError, match="--devices"):
             choose(wanted, GPUS)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "environment", "left"),
+    [
+        ("0,1", {}, ["GPU-bb"]),
+        ("GPU-aa,GPU-bb", {}, ["GPU-bb"]),
+        ("all", {}, ["GPU-bb", "GPU-cc"]),
+        ("all", {"CUDA_VISIBLE_DEVICES": "0,1"}, ["GPU-bb"]),
+        ("all", {"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, ["GPU-bb"]),
+        ("0", {}, []),
+    ],
+)
+def test_a_device_that_fails_costs_no_other_and_none_takes_its_place(
+    monkeypatch, wanted, environment, left
+):
+    present = list(GPUS)
+    monkeypatch.setattr(devices, "present_devices", lambda: list(present))
+    chosen = devices.Wanted(wanted, environment)
+    before = chosen()
+    present.remove(GPUS[0])
+    assert [device.uuid for device in chosen()] == left
+    present.clear()
+    assert chosen() == []  # and not the CPU
+    present.extend(GPUS)
+    assert chosen() == before
+
+
+def test_a_node_without_gpus_takes_those_that_come(monkeypatch):
+    present = []
+    monkeypatch.setattr(devices, "present_devices", lambda: list(present))
+    chosen = devices.Wanted("all", {})
+    assert chosen() == [CPU]
+    present.extend(GPUS)
+    assert chosen() == GPUS
 
 
 class FakeNvml:

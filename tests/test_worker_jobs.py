@@ -8,7 +8,7 @@ import pytest
 from fleet import QUEUE, FakeWork, Running, end_all, enqueue, job, new_worker, wait_for
 
 from swathe import names, queue
-from swathe.queue import QueueCounts, RangeQueue
+from swathe.queue import Leases, QueueCounts, RangeQueue, connect, new_execution
 from swathe.spec import RunId
 from worker.host.supervisor import worker_name
 from worker.loop.contract import Hooks
@@ -214,14 +214,19 @@ def test_foreign_jobs_are_set_aside_and_never_reach_the_work(redis, redis_url, w
     assert ranges.known_ranges("run1").refused == {0, 5}
 
 
-def test_a_run_outside_the_roots_is_refused(redis, redis_url, work):
-    ranges = enqueue(redis, 1)
+def test_a_worker_outside_whose_roots_a_run_lies_leaves_it_after_one_refusal(
+    redis, redis_url, work
+):
+    """A node with a wrong setting must not take all ranges from those that could do them."""
+    ranges = enqueue(redis, 3)
     worker = new_worker(redis_url, work)
     worker._roots = ["/elsewhere"]
     running = Running(worker)
-    until_done(ranges)
+    said = wait_for(lambda: queue.live_workers(redis).get("w1", {}).get("not_serving"))
     running.stop()
-    assert (work.computed(), ranges.counts().refused) == ({}, 1)
+    assert "SWATHE_STORE_ROOTS" in said["run1"]
+    assert work.computed() == {}
+    assert ranges.counts() == QueueCounts(queued=2, refused=1)
     reason = redis.hget(f"rq:job:{names.job('run1', 0)}", "exc_info").decode()
     assert "SWATHE_STORE_ROOTS" in reason
 
@@ -300,6 +305,52 @@ def test_an_idle_worker_takes_the_queue_that_waited_longest(redis, redis_url, wo
     running = Running(new_worker(redis_url, work, hooks=hooks, exit_when_idle_s=0.3))
     assert running.wait() == 0
     assert seen == ["old"] * 3 + ["new"] * 3
+
+
+def test_on_a_full_server_the_ranges_of_the_dead_come_back_all_the_same(new_server, work):
+    """What a worker says about itself was refused, and with it ended the turn in which it would have reaped."""
+    with connect(new_server.url) as client:
+        ranges = enqueue(client, 3)
+        dead = Leases(client, QUEUE, "dead", lease_s=0.5)
+        assert dead.claim(new_execution()).lease
+        client.config_set("maxmemory", "1")
+        running = Running(new_worker(new_server.url, work))
+        until_done(ranges)
+        assert work.records() == [0, 1, 2]
+        client.config_set("maxmemory", "0")
+        assert running.stop() == 0
+
+
+def test_an_error_whose_text_is_no_unicode_is_a_failure_like_any_other(redis, redis_url, work):
+    """A path with bytes of another encoding is enough; Redis' client would not send it, and the range was held for ever."""
+    work.faults["compute:0"] = "bytes*1"
+    ranges = enqueue(redis, 2)
+    running = Running(new_worker(redis_url, work))
+    until_done(ranges)
+    assert running.stop() == 0
+    assert work.records() == [0, 1]
+    assert work.computed()[0] == 2
+
+
+def test_a_marker_tells_of_such_an_error_too(redis, redis_url, work):
+    work.faults["compute:0"] = "bytes"
+    ranges = enqueue(redis, 2)
+    running = Running(new_worker(redis_url, work))
+    until_done(ranges)
+    assert running.stop() == 0
+    assert "\\udcff" in work.failed()[0]["reason"]
+
+
+def test_a_settlement_that_cannot_be_delivered_frees_its_range(redis, redis_url, work, monkeypatch):
+    def broken(*_args):
+        monkeypatch.undo()
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr(Leases, "ack", broken)
+    ranges = enqueue(redis, 1)
+    running = Running(new_worker(redis_url, work, heartbeat_s=0.1))
+    until_done(ranges)  # its lease ran out, and its record was found
+    assert running.stop() == 0
 
 
 def test_an_idle_worker_rebuilds_what_the_queue_lost(redis, redis_url, work):

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from swathe import HiddenStates
-from swathe.errors import IncompleteRunError
+from swathe.errors import ConfigError, IncompleteRunError
 from swathe.reader.float8 import rounding
 from swathe.reader.shards import SCALES
 from swathe.spec import Layer
@@ -64,6 +64,9 @@ def check_run(
         raise IncompleteRunError(msg)
     chosen = random.Random(seed).sample(range(len(dataset)), min(samples, len(dataset)))  # noqa: S311
     spec = dataset.spec
+    if spec.model.random_weights:
+        msg = f"{run}: its model has random weights, there is no checkpoint to compare the states with"
+        raise ConfigError(msg)
     model = _load(checkpoint, spec.compute_dtype, device, trust=spec.model.trust_remote_code)
     errors, rows, tokens = list[torch.Tensor](), [], 0
     for index in chosen:

@@ -62,12 +62,6 @@ def supervise(
         # Days of a fleet's work on a CPU would be worse than none.
         raise ConfigError(advice)
 
-    def wanted() -> list[inventory.Device] | None:
-        present = [] if devices == "cpu" else inventory.present_devices()
-        if present is None:
-            return None
-        return inventory.choose(devices, inventory.visible(present, os.environ))
-
     serve = _serve_options(exit_when_idle, node.serve(settings))
 
     def command(device: inventory.Device, name: str) -> list[str]:
@@ -83,6 +77,7 @@ def supervise(
         release_dead_worker(connection, name)
         return acknowledged_by(connection, name) > 0
 
+    wanted = inventory.Wanted(devices, os.environ)
     supervisor = Supervisor(command, wanted, options, on_death=bury, inbox=inbox)
     node.follow(supervisor.views, lambda: supervisor.ticked_s)
     relayed = settings.metrics_advertise == RELAY

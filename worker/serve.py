@@ -11,9 +11,10 @@ from typing import Any, Final
 import torch
 from pydantic import SecretStr
 
-from swathe import log
+from swathe import log, names
+from swathe.errors import RefusedJobError
 from swathe.manifest import seal
-from swathe.queue import connect
+from swathe.queue import allowed_run_url, connect
 from swathe.records import RunWatcher, open_run
 from swathe.settings import Settings
 from swathe.spec import RunId
@@ -58,7 +59,7 @@ def serve(
         settings=settings,
         telemetry=telemetry,
     )
-    fleet = _Fleet(redis_url, place, settings.node)
+    fleet = _Fleet(redis_url, place, settings)
     worker = RangeWorker(
         redis_url,
         work,
@@ -122,10 +123,13 @@ def _note_space(work: Extraction) -> None:
 class _Fleet:
     """What the worker loop asks of the rest of the process."""
 
-    def __init__(self, redis_url: SecretStr, place: Place, node: str) -> None:
+    def __init__(self, redis_url: SecretStr, place: Place, settings: Settings) -> None:
         self._redis_url = redis_url
-        self._node = node
+        self._node = settings.node
+        self._roots = settings.store_roots
         self._place = place
+        self._watchers: dict[RunId, RunWatcher] = {}
+        """Of open runs: each look reads what is new."""
         self.reporter: Reporter | None = None
 
     def about(self) -> Mapping[str, Any]:
@@ -140,10 +144,17 @@ class _Fleet:
 
     def rebuild(self, run_id: RunId, url: str) -> bool:
         """Compare a run with its store: enqueue what the queue lost, seal what is complete; True when nothing is left."""
+        if not self._may_open(run_id, url):
+            return True  # the business of workers that may; by this one its ranges would be refused again
         store, spec = open_run(url)
-        if spec.run_id != run_id:
+        if spec.run_id != run_id or not self._may_open(run_id, store.url):
             return True
-        watcher = RunWatcher(store, spec)
+        if store.stat(names.MANIFEST) is not None:
+            self._watchers.pop(run_id, None)
+            return True  # without reading the records of every run that there ever was
+        watcher = self._watchers.get(run_id)
+        if watcher is None or watcher.store.url != store.url:
+            watcher = self._watchers[run_id] = RunWatcher(store, spec)
         state = watcher.read()
         if state.complete:
             seal(watcher.store, state)
@@ -160,6 +171,13 @@ class _Fleet:
                 )
             return False
         return True  # the rest is set aside
+
+    def _may_open(self, run_id: RunId, url: str) -> bool:
+        try:
+            allowed_run_url(run_id, url, self._roots)
+        except RefusedJobError:
+            return False
+        return True
 
 
 def _threads() -> int:

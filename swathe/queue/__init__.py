@@ -17,7 +17,7 @@ from swathe.queue.leases import (
     release_dead_worker,
 )
 from swathe.queue.nodes import hand_over_metrics, new_author, relayed_metrics, relayed_nodes
-from swathe.queue.payload import absolute_run_url, encode, iso_now, parse
+from swathe.queue.payload import absolute_run_url, allowed_run_url, encode, iso_now, parse
 from swathe.queue.ranges import (
     Enqueued,
     KnownRanges,
@@ -45,6 +45,7 @@ __all__ = [
     "Stage",
     "absolute_run_url",
     "acknowledged_by",
+    "allowed_run_url",
     "cancelled_runs",
     "connect",
     "describe",

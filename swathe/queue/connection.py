@@ -5,8 +5,9 @@ heartbeat) loops around that itself, so that a signal is never stuck behind a mi
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Final
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import redis
@@ -18,6 +19,12 @@ from redis.retry import Retry
 from swathe.errors import ConfigError, QueueError
 
 _SCHEMES: Final = ("redis", "rediss", "unix")
+_PATIENCE_S: Final = 30.0
+"""No new attempt at a command after this long, however many are left: each may wait for its own timeout."""
+
+_CLUSTER: Final = "REDIS_URL names a Redis Cluster, which cannot run the fleet's scripts; use one server, with cluster mode off"
+
+_Value = TypeVar("_Value")
 _QUOTE_HINT: Final = (
     "REDIS_URL cannot be read as an address. In a password or user name, write characters such as"
     " # / ? @ : % [ ] in percent form (# is %23, / is %2F, ? is %3F, @ is %40)"
@@ -69,7 +76,7 @@ def connect(
     """A client; nothing is sent before its first command. Raises ConfigError for a URL that makes no sense.
 
     ``retries`` counts attempts after the first, with pauses that grow to 2 s: 20 for a command line that may wait half
-    a minute, 1 or 2 inside a loop that tries again anyway.
+    a minute, 1 or 2 inside a loop that tries again anyway. A refused login is final.
     """
     url = _reveal(redis_url)
     parts = _parse(url)
@@ -77,11 +84,13 @@ def connect(
     try:
         return Redis.from_url(
             url,
-            retry=Retry(ExponentialWithJitterBackoff(cap=2.0, base=0.05), retries),
+            retry=_Patience(ExponentialWithJitterBackoff(cap=2.0, base=0.05), retries),
             retry_on_error=[
                 redis.exceptions.ConnectionError,
                 redis.exceptions.TimeoutError,
                 redis.exceptions.BusyLoadingError,
+                # After a fail-over the old master may stay connected to us as a replica: the address leads to the new one.
+                redis.exceptions.ReadOnlyError,
             ],
             socket_timeout=socket_timeout_s,
             socket_connect_timeout=socket_timeout_s,
@@ -96,6 +105,39 @@ def connect(
         raise ConfigError(msg) from None
 
 
+class _Patience(Retry):
+    """One round of attempts for a command.
+
+    redis-py connects inside of it by the same policy, which by itself would make rounds of rounds: ten minutes of
+    silence for a missing password.
+    """
+
+    _busy = False
+
+    def call_with_retry(
+        self,
+        do: Callable[[], _Value],
+        fail: Callable[..., Any],
+        is_retryable: Callable[[Exception], bool] | None = None,
+        with_failure_count: bool = False,  # noqa: FBT001, FBT002 - redis-py's signature
+    ) -> _Value:
+        """As redis-py's; each connection has a copy of its own, so that no other thread is in here."""
+        if self._busy:
+            return do()
+        end_s = time.monotonic() + _PATIENCE_S
+
+        def worth_it(error: Exception) -> bool:
+            refused = isinstance(error, redis.exceptions.AuthenticationError)
+            asked = is_retryable is None or is_retryable(error)
+            return asked and not refused and time.monotonic() < end_s
+
+        self._busy = True
+        try:
+            return super().call_with_retry(do, fail, worth_it, with_failure_count)
+        finally:
+            self._busy = False
+
+
 @contextlib.contextmanager
 def redis_errors(what: str) -> Iterator[None]:
     """Turn redis-py's errors into QueueError that says what was being done and what to do."""
@@ -108,6 +150,12 @@ def redis_errors(what: str) -> Iterator[None]:
         msg = (
             f"{what}: Redis is full ({error}); give it more memory, then repeat: nothing is doubled"
         )
+        raise QueueError(msg) from error
+    except redis.exceptions.ReadOnlyError as error:
+        msg = f"{what}: Redis is a read-only replica ({error}); REDIS_URL must name the master"
+        raise QueueError(msg) from error
+    except (redis.exceptions.ClusterCrossSlotError, redis.exceptions.MovedError) as error:
+        msg = f"{what}: {_CLUSTER} ({error})"
         raise QueueError(msg) from error
     except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError) as error:
         msg = (
@@ -125,21 +173,24 @@ def policy_warnings(connection: Redis) -> list[str]:
     Raises QueueError when the server cannot be asked.
     """
     with redis_errors("check of the server's policy"):
-        memory: Any = connection.info("memory")
-        persistence: Any = connection.info("persistence")
+        info: Any = connection.info()
     warnings = []
-    policy = memory.get("maxmemory_policy", "noeviction")
+    if int(info.get("cluster_enabled", 0)):
+        warnings.append(_CLUSTER)
+    if info.get("role") == "slave":
+        warnings.append("Redis is a read-only replica; REDIS_URL must name the master")
+    policy = info.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         warnings.append(
             f"maxmemory-policy is {policy}: under memory pressure Redis drops queued ranges silently;"
             " set maxmemory-policy noeviction"
         )
-    if not int(persistence.get("aof_enabled", 0)):
+    if not int(info.get("aof_enabled", 0)):
         warnings.append(
             "appendonly is off: a restart of Redis loses queue and leases (submit rebuilds them from"
             " the store); set appendonly yes and appendfsync everysec"
         )
-    if str(persistence.get("aof_last_write_status", "ok")) != "ok":
+    if str(info.get("aof_last_write_status", "ok")) != "ok":
         warnings.append("Redis cannot write its append-only file; is its disk full?")
     return warnings
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 from rq.utils import now, utcformat
 
 from swathe import names
-from swathe.errors import FormatError, RefusedJobError
+from swathe.errors import FormatError, OutOfBoundsJobError, RefusedJobError
 from swathe.queue.scripts import ALLOWED_FIELDS
 from swathe.spec import PAYLOAD_VERSION, RangeJob, from_json, to_json
 
@@ -59,6 +59,7 @@ def parse(job_id: str, fields: Mapping[str, bytes], roots: Sequence[str]) -> Ran
             job_id,
             f"payload version {payload.get('version')!r}, this worker knows {PAYLOAD_VERSION};"
             " run the same swathe on producer and workers",
+            OutOfBoundsJobError,
         )
     try:
         job = from_json(RangeJob, json.dumps(payload), origin=f"job {job_id}")
@@ -92,6 +93,7 @@ def allowed_run_url(job_id: str, run_url: str, roots: Sequence[str]) -> str:
     raise _refused(
         job_id,
         f"the run's URL {run_url!r} is outside SWATHE_STORE_ROOTS ({listed}); add its folder there",
+        OutOfBoundsJobError,
     )
 
 
@@ -150,5 +152,7 @@ def _join(place: tuple[str, ...]) -> str:
     return f"{scheme}://{'/'.join(parts)}" if scheme else str(Path(*parts))
 
 
-def _refused(job_id: str, why: str) -> RefusedJobError:
-    return RefusedJobError(f"job {job_id} refused, nothing of it was executed: {why}")
+def _refused(
+    job_id: str, why: str, kind: type[RefusedJobError] = RefusedJobError
+) -> RefusedJobError:
+    return kind(f"job {job_id} refused, nothing of it was executed: {why}")

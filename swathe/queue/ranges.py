@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from redis import Redis
+from rq.defaults import RQ_KEY_PREFIX
 
 from swathe import names
 from swathe.queue import lua_ranges as lua
@@ -131,6 +132,13 @@ class RangeQueue:
             paused=parked_ranges | queued if paused else parked_ranges,
             refused=_ranges(run_id, failed),
         )
+
+    def refusal(self, run_id: RunId, range_id: RangeId) -> str:
+        """Why a range was refused; empty when it was not."""
+        job = f"{RQ_KEY_PREFIX}:job:{names.job(run_id, range_id)}"
+        with redis_errors(f"queue {self.name}: why range {range_id} of run {run_id} was refused"):
+            found: Any = self._connection.hget(job, "exc_info")
+        return found.decode(errors="replace") if found else ""
 
     def pause(self, run_id: RunId) -> None:
         """Start no more ranges of a run; those being computed are finished and stored."""

@@ -137,3 +137,12 @@ def _survivors(needle: str) -> Iterator[str]:
             continue  # gone, or not ours
         if int(folder.name) != os.getpid() and f"SWATHE_STORE_ROOTS={needle}".encode() in text:
             yield text.replace(b"\0", b" ")[:200].decode(errors="replace")
+
+
+def test_a_rehearsal_with_random_weights_ends_well(
+    swathe: Command, dataset: Path, model: Path, tmp_path: Path
+) -> None:
+    """There is no checkpoint to compare its states with; once that was a traceback and "do not train on them"."""
+    source = f"random:{model / 'config.json'}"
+    text = swathe(*run_arguments(dataset, source, tmp_path / "run"), "--limit", "20")
+    assert "no checkpoint to compare" in text

@@ -5,6 +5,7 @@ import json
 from typing import get_args
 
 import pytest
+import structlog
 from fleet import enqueue
 
 from producer.exporter import Exporter
@@ -160,6 +161,15 @@ def test_each_node_is_listed_once_and_stays_for_a_minute(redis, monkeypatch):
     assert json.loads(exporter.targets().body) == []
 
 
+def test_a_run_that_was_planned_anew_in_the_same_place_is_not_shown_twice(redis, store):
+    write_run(store)
+    run_known(redis, store)
+    redis.hset(names.runs_key(), "before", str(store.url))
+    found = values(exporter_of(redis))
+    assert {key[1] for key in found if key[0] == "swathe_run_samples"} == {"synthetic"}
+    assert found["swathe_exporter_errors_total", "store"] == 0
+
+
 def test_while_redis_is_away_its_values_are_absent_and_the_runs_stay(new_server, store):
     client = connect(new_server.url, retries=0)
     write_run(store)
@@ -168,7 +178,10 @@ def test_while_redis_is_away_its_values_are_absent_and_the_runs_stay(new_server,
     exporter = exporter_of(client)
     assert values(exporter)["swathe_redis_durable",] == 1
     new_server.stop()
-    found = values(exporter)
+    with structlog.testing.capture_logs() as said:
+        found = values(exporter)
+        values(exporter)
+    assert len(said) == 1, "an outage is told of once"
     assert found["swathe_redis_up",] == 0
     assert not [key for key in found if key[0] in {"swathe_queue_ranges", "swathe_workers"}]
     assert found["swathe_run_complete", "synthetic"] == 1

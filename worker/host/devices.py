@@ -116,6 +116,29 @@ def choose(wanted: str, devices: Sequence[Device]) -> list[Device]:
     return out
 
 
+class Wanted:
+    """The devices that are to have a worker now, asked again and again; None when that cannot be told at the moment.
+
+    Numbers are read once, when all is well: they move when a device fails, and its neighbours must not pay for it, nor
+    a CPU take its place. With ``all``, and no CUDA_VISIBLE_DEVICES, devices that come later are taken too.
+    """
+
+    def __init__(self, wanted: str, environment: Mapping[str, str]) -> None:
+        self._wanted = wanted
+        self._environment = environment
+        self._all = wanted == "all" and "CUDA_VISIBLE_DEVICES" not in environment
+        self._chosen: list[Device] = []
+
+    def __call__(self) -> list[Device] | None:
+        """Raises ConfigError, at the first answer, for what is not there."""
+        present = [] if self._wanted == "cpu" else present_devices()
+        if present is None:
+            return None
+        if not self._chosen or (self._all and present):
+            self._chosen = choose(self._wanted, visible(present, self._environment))
+        return [device for device in self._chosen if device.is_cpu or device in present]
+
+
 def _find(devices: Sequence[Device], entry: str) -> Device | None:
     if entry.isdecimal():
         return devices[int(entry)] if int(entry) < len(devices) else None

@@ -204,14 +204,20 @@ class Supervisor:
         if self._inbox is not None:
             fds = [self._inbox.open(child.name, child.device.uuid)]
             command += ["--report-fd", str(fds[0])]
-        child.process = subprocess.Popen(
-            command,
-            pass_fds=fds,
-            env={**_POLITE, **self._environment, **child.device.environment()},
-            # A session of its own: Ctrl-C in a terminal reaches the supervisor only, which passes it on once.
-            start_new_session=True,
-            preexec_fn=die_with_me() if self._options.die_with_parent else None,  # noqa: PLW1509
-        )
+        try:
+            child.process = subprocess.Popen(
+                command,
+                pass_fds=fds,
+                env={**_POLITE, **self._environment, **child.device.environment()},
+                # A session of its own: Ctrl-C in a terminal reaches the supervisor only, which passes it on once.
+                start_new_session=True,
+                preexec_fn=die_with_me() if self._options.die_with_parent else None,  # noqa: PLW1509
+            )
+        except OSError as error:  # no more processes or memory: the workers that run go on
+            if self._inbox is not None:
+                self._inbox.ended(child.name)
+            self._failed(child, 0.0, {"device": child.device.uuid, "error": str(error)})
+            return
         if self._inbox is not None:
             self._inbox.started(child.name)
         child.state = "running"

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
+from swathe.errors import ConfigError
 from swathe.settings import Settings
 from swathe.spec import RangeJob, RunId
 
@@ -94,7 +95,13 @@ class WorkerOptions:
     def from_settings(
         cls, settings: Settings, *, exit_when_idle_s: float | None = None
     ) -> "WorkerOptions":
-        """The operator's wishes."""
+        """The operator's wishes. Raises ConfigError for a lease that a live worker cannot keep."""
+        if settings.lease_s < 2 * settings.heartbeat_s:
+            msg = (
+                f"SWATHE_LEASE_S={settings.lease_s:g} is too short for SWATHE_HEARTBEAT_S={settings.heartbeat_s:g}: leases "
+                "would run out between two renewals, and live workers count as dead; a lease takes two heartbeats at least"
+            )
+            raise ConfigError(msg)
         return cls(
             jobs_in_flight=settings.jobs_in_flight,
             lease_s=settings.lease_s,

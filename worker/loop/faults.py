@@ -31,5 +31,5 @@ def classify(error: BaseException) -> Kind:
 
 
 def brief(error: BaseException) -> str:
-    """One line of it."""
-    return f"{type(error).__name__}: {error}"
+    """A few words of it, which can be sent and stored: an error may quote a path that is no Unicode."""
+    return f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()

@@ -7,7 +7,7 @@ from typing import Any
 from redis import Redis
 
 from swathe import log, names
-from swathe.errors import QueueError
+from swathe.errors import QueueError, SwatheError
 from swathe.queue import RangeQueue, cancelled_runs, known_runs, queue_names, redis_errors
 from swathe.spec import RangeJob, RunId
 from worker.loop.contract import Hooks, WorkerOptions
@@ -30,6 +30,7 @@ class Idle:
         self._rebuilt_at_s = time.monotonic()
         self._runs: dict[RunId, str] = {}
         self._complete: set[RunId] = set()
+        self._told: dict[RunId, str] = {}
         self._last_look = False
 
     def reset(self) -> None:
@@ -104,6 +105,13 @@ class Idle:
                     self._complete.add(run_id)
             except QueueError:
                 raise
+            except SwatheError as error:
+                if self._told.get(run_id) != str(error):  # a run that was deleted stays so
+                    self._told[run_id] = str(error)
+                    self._log.warning(
+                        "run cannot be compared with its store; asked again later. Is it gone for good: swathe cancel",
+                        run=run_id, url=url, error=str(error),
+                    )  # fmt: skip
             except Exception:  # noqa: BLE001
                 self._log.exception(
                     "rebuild of the queue failed; asked again later", run=run_id, url=url

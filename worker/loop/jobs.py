@@ -21,8 +21,8 @@ from rq.job import Job
 from rq.serializers import JSONSerializer
 from rq.utils import now, utcformat
 
-from swathe import log
-from swathe.errors import QueueError, RefusedJobError
+from swathe import log, names
+from swathe.errors import OutOfBoundsJobError, QueueError, RefusedJobError
 from swathe.queue import Back, Lease, Leases, connect, new_execution, parse, redis_errors
 from worker.loop.activity import Activity
 from worker.loop.contract import Hooks, RangeWork, WorkerOptions
@@ -242,6 +242,9 @@ class RangeWorker(SimpleWorker):
         except RefusedJobError as error:
             self._events.error("job refused and set aside", job=lease.job_id, reason=str(error))
             book.refuse(lease, str(error))
+            if isinstance(error, OutOfBoundsJobError) and (place := names.job_range(lease.job_id)):
+                # One range tells; a node with a wrong setting must not empty the queue of all others.
+                self._stop_listening(place[0], error)
             return
         self._idle.saw(job)
         self.pipeline.submit(Flight(lease, job, book))
@@ -255,13 +258,15 @@ class RangeWorker(SimpleWorker):
         self._stop_event.set()
 
     def _on_mismatch(self, flight: Flight, error: BaseException) -> None:
-        run_id = str(flight.job.run_id)
+        self._stop_listening(flight.job.run_id, error)
+
+    def _stop_listening(self, run_id: str, error: BaseException) -> None:
         if run_id not in self._unserved:
             self._unserved[run_id] = str(error)
             self._events.error(
                 "this worker cannot serve the run and stops listening to it; its ranges go to others."
                 " Mend the cause and start the worker again",
-                run=run_id, url=flight.job.run_url, error=str(error),
+                run=run_id, error=str(error),
             )  # fmt: skip
 
     def _drain(self) -> None:

@@ -91,10 +91,9 @@ class Keeper:
     def _tick(self) -> None:
         now_s = time.monotonic()
         # After an outage renew at once: others start to reap one lease after Redis is back.
-        if self._away or now_s - self._beat_at_s >= self._options.heartbeat_s:
+        due = self._away or now_s - self._beat_at_s >= self._options.heartbeat_s
+        if due:
             self._renew()
-            self._show()
-            self._beat_at_s = now_s
         if now_s - self._queues_at_s >= self._options.lease_s:
             self._queues = queue_names(self._connection)
             self._queues_at_s = now_s
@@ -105,6 +104,9 @@ class Keeper:
                     "leases ran out, ranges are back at the front of the queue",
                     queue=queue, ranges=len(back), first=back[0],
                 )  # fmt: skip
+        if due:
+            self._show()  # last: a full server refuses it, and takes all before
+            self._beat_at_s = now_s
 
     def _renew(self) -> None:
         flights = self._flights.snapshot()

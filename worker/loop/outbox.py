@@ -24,7 +24,7 @@ class Outbox:
     def __init__(self) -> None:
         self._log: Any = log.get("outbox")
         self._changed = threading.Condition()
-        self._waiting: deque[Settlement] = deque()
+        self._waiting: deque[tuple[Settlement, Callable[[], object]]] = deque()
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="outbox", daemon=True)
 
@@ -32,10 +32,10 @@ class Outbox:
         """Begin to deliver."""
         self._thread.start()
 
-    def put(self, settlement: Settlement) -> None:
-        """Deliver this as soon as Redis answers."""
+    def put(self, settlement: Settlement, dropped: Callable[[], object] = lambda: None) -> None:
+        """Deliver this as soon as Redis answers; ``dropped`` is called instead where a fault of ours prevents that."""
         with self._changed:
-            self._waiting.append(settlement)
+            self._waiting.append((settlement, dropped))
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> int:
@@ -57,7 +57,7 @@ class Outbox:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                settlement = self._waiting[0]
+                settlement, dropped = self._waiting[0]
             try:
                 settlement()
             except QueueError as error:
@@ -74,6 +74,7 @@ class Outbox:
                 self._log.exception(
                     "settlement failed; the range's lease will expire and it runs again"
                 )
+                dropped()
             pause_s = _FIRST_PAUSE_S
             with self._changed:
                 self._waiting.popleft()

@@ -240,7 +240,7 @@ class Pipeline:
             self._flights.remove(flight)
             self.done += 1
 
-        self.outbox.put(settle)
+        self._put(flight, settle)
 
     def _set_aside(self, flight: Flight, reason: str) -> None:
         history = flight.history
@@ -305,7 +305,7 @@ class Pipeline:
             flight.book.hand_back([flight.lease], reason, death=death)
             self._flights.remove(flight)
 
-        self.outbox.put(settle)
+        self._put(flight, settle)
 
     def _refuse(self, flight: Flight, reason: str) -> None:
         self._log.error("job refused and set aside", job=flight.lease.job_id, reason=reason)
@@ -315,7 +315,7 @@ class Pipeline:
             flight.book.refuse(flight.lease, reason)
             self._flights.remove(flight)
 
-        self.outbox.put(settle)
+        self._put(flight, settle)
 
     def _back_off(self, flight: Flight, error: BaseException) -> None:
         if time.monotonic() >= self._backoff_until_s:
@@ -353,7 +353,7 @@ class Pipeline:
                 )
             self._flights.remove(flight)
 
-        self.outbox.put(settle)
+        self._put(flight, settle)
         if suspicious:
             self._halt(
                 WorkerError(
@@ -369,6 +369,10 @@ class Pipeline:
         before = why(flight.care, flight.lease, flight.failures)
         reason = f"{before}, and could not be resolved sample by sample: {brief(error)}"
         self._later(lambda: self._set_aside(flight, reason), flight)
+
+    def _put(self, flight: Flight, settle: Callable[[], None]) -> None:
+        # A flight that stayed in the table would be renewed for ever.
+        self.outbox.put(settle, dropped=partial(self._flights.remove, flight))
 
     def _later(self, action: Callable[[], None], flight: Flight) -> None:
         """Do store work off the outbox's thread, which must stay free for acknowledgements."""
