@@ -137,7 +137,9 @@ def _forward(model: Any, ids_S: torch.Tensor, layers: Sequence[Layer]) -> torch.
 
 
 def _final_norm(model: Any) -> torch.nn.Module:
-    for name in ("norm", "ln_f", "final_layer_norm", "final_layernorm"):
+    for name in (
+        "norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f", "embedding_norm",
+    ):  # fmt: skip
         if isinstance(module := getattr(model, name, None), torch.nn.Module):
             return module
     msg = f"{type(model).__name__} has no final norm by a known name"

@@ -13,7 +13,7 @@ from tests.worker import tiny
 from worker.model.backbone import load_backbone
 from worker.model.hidden_states import load_model
 
-NAMES = [*tiny.CONFIGS, "nested"]
+NAMES = [*tiny.CONFIGS, *tiny.PADDED, "nested"]
 CPU = torch.device("cpu")
 
 
@@ -57,7 +57,8 @@ def test_a_layer_is_the_output_of_its_block_in_the_full_model(name, load):
                 assert tiny.relative_error(found_SKH[:, slot], reported[block]) > 1e-2
 
 
-@pytest.mark.parametrize("name", NAMES)
+# NanoChat's norms have no weights to tell.
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "nanochat"])
 def test_final_is_before_the_final_norm_and_the_norm_is_told(name, load):
     ids = tiny.samples([31])[0]
     _, reported = full_states(name, ids)

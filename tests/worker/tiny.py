@@ -73,10 +73,46 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+PADDED: dict[str, Callable[[], Any]] = {
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **_GQA,
+        global_head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **{k: v for k, v in _GQA.items() if k != "head_dim"}, residual_multiplier=0.22
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(
+        **{k: v for k, v in _GQA.items() if k != "head_dim"},
+        layer_types=["conv", "full_attention"] * 2,
+    ),
+    "minicpm3": lambda: transformers.MiniCPM3Config(
+        **_COMMON,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "nanochat": lambda: transformers.NanoChatConfig(**_COMMON, num_key_value_heads=2),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(
+        **{k: v for k, v in _GQA.items() if k != "head_dim"},
+        **_GDN,
+        layer_types=_TYPES,
+        pad_token_id=0,
+    ),
+}
+"""Some that do not pack: their blocks depend on the model's depth, or look like others and are not."""
+
+
 def build(name: str) -> Any:
     """The full model, head included, weights large enough that a wrong token changes everything."""
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | PADDED)[name]())
     return _shake(model)
 
 

@@ -3,8 +3,12 @@
 Only the text backbone is built, with the blocks up to the deepest wanted one: no vision tower, no language model
 head (4.9 % of the FLOPs of a 27B model with a 248k vocabulary), no deeper blocks. transformers fills weights that a
 checkpoint lacks with random values and only warns, so missing and mismatched names are errors here.
+
+The deeper blocks are left out of a model that was laid out in its full depth. A config with fewer layers would be
+another model: MiniCPM3 scales its residuals by the depth, Gemma 4 counts the layers that share keys from the last one.
 """
 
+import copy
 import json
 import resource
 import time
@@ -76,14 +80,15 @@ def load_backbone(
     started = time.monotonic()
     config = load_text_config(checkpoint, trust_remote_code=trust_remote_code)
     num_layers = int(config.num_hidden_layers)
-    cut_depth(config, depth)
     with _quiet():
         if str(checkpoint).startswith(RANDOM_PREFIX):
+            cut_depth(config, depth)
             module = _random_module(config, dtype=dtype, device=device)
         else:
             module = _stored_module(
                 str(checkpoint),
                 config,
+                depth=depth,
                 dtype=dtype,
                 device=device,
                 trust_remote_code=trust_remote_code,
@@ -92,7 +97,7 @@ def load_backbone(
     return Backbone(
         module=module,
         config=module.config,
-        blocks=find_blocks(module, depth),
+        blocks=tuple(find_blocks(module, depth)),
         num_layers=num_layers,
         load_s=time.monotonic() - started,
         peak_host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -100,7 +105,7 @@ def load_backbone(
 
 
 def cut_depth(config: Any, depth: int) -> None:
-    """Shorten a config to its first ``depth`` blocks, the per-layer lists (``layer_types``...) too."""
+    """Shorten the config of a random model to ``depth`` blocks, the per-layer lists (``layer_types``...) too."""
     full = int(config.num_hidden_layers)
     for name, value in list(vars(config).items()):
         if isinstance(value, list) and "layer" in name and len(value) == full:
@@ -108,29 +113,47 @@ def cut_depth(config: Any, depth: int) -> None:
     config.num_hidden_layers = depth
 
 
-def find_blocks(module: nn.Module, depth: int) -> tuple[nn.Module, ...]:
-    """The decoder blocks: the one list of ``depth`` modules that the backbone itself holds."""
+def find_blocks(module: nn.Module, count: int) -> nn.ModuleList:
+    """The decoder blocks: the one list of ``count`` modules that the backbone itself holds."""
     lists = [
         child
         for child in module.children()
-        if isinstance(child, nn.ModuleList) and len(child) == depth
+        if isinstance(child, nn.ModuleList) and len(child) == count
     ]
     if len(lists) != 1:
-        msg = f"{type(module).__name__}: {len(lists)} lists of {depth} blocks; its decoder blocks cannot be told"
+        msg = f"{type(module).__name__}: {len(lists)} lists of {count} blocks; its decoder blocks cannot be told"
         raise ModelError(msg)
-    return tuple(lists[0])
+    return lists[0]
+
+
+def _model_class(config: Any, *, depth: int, trust_remote_code: bool) -> Any:
+    """The class of a config's model, whose instances lose all but the first ``depth`` blocks when they are made."""
+    full = int(config.num_hidden_layers)
+    with torch.device("meta"):
+        whole: Any = type(
+            AutoModel.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+        )
+
+    def make(self: Any, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(self, *args, **kwargs)
+        del find_blocks(self, full)[depth:]
+
+    # transformers looks some things up by the class's name.
+    return type(whole.__name__, (whole,), {"__init__": make, "__module__": whole.__module__})
 
 
 def _stored_module(
     checkpoint: str,
     config: Any,
     *,
+    depth: int,
     dtype: ComputeDtype,
     device: torch.device,
     trust_remote_code: bool,
 ) -> Any:
     try:
-        module, info = AutoModel.from_pretrained(
+        model_class = _model_class(config, depth=depth, trust_remote_code=trust_remote_code)
+        module, info = model_class.from_pretrained(
             checkpoint,
             config=config,
             dtype=getattr(torch, dtype),
@@ -138,8 +161,9 @@ def _stored_module(
             output_loading_info=True,
             # Without it transformers raises at the first wrong shape; all of them are named below instead.
             ignore_mismatched_sizes=True,
-            trust_remote_code=trust_remote_code,
         )
+    except ModelError:
+        raise
     except Exception as error:
         if breaks_device(error):
             raise
