@@ -5,12 +5,15 @@ import threading
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from swathe.spec import RangeId
 from swathe.tokens import RangeTokens
 from tests.worker import tiny
 from worker.engine.engine import Engine
+from worker.engine.selftest import self_test
 from worker.model.batch import Batch
+from worker.model.hidden_states import load_model
 
 LENGTHS = [37, 5, 64, 1, 29, 70, 12, 12, 90, 3]
 
@@ -41,6 +44,20 @@ def worst(model, samples, states):
         tiny.relative_error(part, model.reference(sample))
         for part, sample in zip(found, samples, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [(transformers.Phi3Config, "padded"), (transformers.LlamaConfig, "packed")]
+)
+def test_long_samples_do_not_turn_short_ones_by_their_frequencies(kind, form, tmp_path):
+    """LongRoPE chooses its factors by the longest sample of a batch."""
+    tiny.build_like(tiny.longrope(kind)).save_pretrained(tmp_path)
+    model = load_model(tmp_path, layers=(0, 2), dtype="float32", device=torch.device("cpu"))
+    samples = tiny.samples([37, 5, 64, 32, 33, 1])
+    assert model.length_limits == (32,)
+    states = Engine(model, form=form).compute(range_of(samples))
+    assert worst(model, samples, states) < 1e-4
+    assert self_test(model, form, (5, 70, 1, 33)).passed
 
 
 class Sabotaged:

@@ -111,9 +111,28 @@ PADDED: dict[str, Callable[[], Any]] = {
 
 def build(name: str) -> Any:
     """The full model, head included, weights large enough that a wrong token changes everything."""
+    return build_like((CONFIGS | PADDED)[name]())
+
+
+def build_like(config: Any) -> Any:
+    """The same of any config."""
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | PADDED)[name]())
-    return _shake(model)
+    return _shake(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def longrope(kind: type) -> Any:
+    """A config whose rotary frequencies are others for samples of more than 32 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
+    options = {k: v for k, v in _GQA.items() if k != "head_dim"}
+    if kind is transformers.Phi3Config:
+        options |= {"original_max_position_embeddings": 32, "pad_token_id": 0}
+    return kind(**options, rope_parameters=rope)
 
 
 def build_nested() -> Any:

@@ -223,6 +223,7 @@ class Engine:
             form=self.form,
             max_batch_tokens=min(self.max_batch_tokens, max(samples.tokens, 1)),
             multiple=multiple,
+            limits=self.model.length_limits,
         )
         return [
             Batch(

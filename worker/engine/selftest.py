@@ -99,11 +99,9 @@ def self_test(
 ) -> SelfTest:
     """Compare the fast path with the stock path and with float32 on a few short and long samples."""
     samples = random_samples(model, lengths)
-    lengths = [len(sample) for sample in samples]
     layers: tuple[LayerError, ...] = ()
     try:
-        (batch,) = cut_batches(lengths, form=form, max_batch_tokens=len(lengths) * max(lengths))
-        fast = torch.split(model.forward(batch, samples), list(lengths))
+        fast = _together(model, form, samples)
         stock = [model.reference(sample) for sample in samples]
         wide = [model.exact(sample) for sample in samples]
         reason = _unsound(fast, model.layers)
@@ -113,6 +111,24 @@ def self_test(
     except Exception as error:  # noqa: BLE001 - reported; the caller falls back or refuses
         reason = f"{type(error).__name__}: {error}"
     return SelfTest(form=form, kernels=model.kernels, layers=layers, reason=reason)
+
+
+def _together(
+    model: HiddenStateModel, form: BatchForm, samples: Sequence[NDArray[np.int32]]
+) -> list[torch.Tensor]:
+    """States of each sample, from as few batches as the model allows."""
+    lengths = [len(sample) for sample in samples]
+    batches = cut_batches(
+        lengths,
+        form=form,
+        max_batch_tokens=len(lengths) * max(lengths),
+        limits=model.length_limits,
+    )
+    states: dict[int, torch.Tensor] = {}
+    for batch in batches:
+        states_TKH = model.forward(batch, [samples[sample] for sample in batch.samples])
+        states.update(zip(batch.samples, torch.split(states_TKH, list(batch.lengths)), strict=True))
+    return [states[sample] for sample in range(len(samples))]
 
 
 def random_samples(model: HiddenStateModel, lengths: Sequence[int]) -> list[NDArray[np.int32]]:

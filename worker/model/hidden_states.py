@@ -52,6 +52,21 @@ def load_model(
     return HiddenStateModel(backbone, layers=layers, kernels=kernels)
 
 
+def longrope_limits(config: Any) -> tuple[int, ...]:
+    """Where LongRoPE changes from its short to its long factors; empty for all other models."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return tuple(
+        sorted(
+            {
+                int(kind["original_max_position_embeddings"])
+                for kind in kinds
+                if kind.get("rope_type") == "longrope"
+            }
+        )
+    )
+
+
 class HiddenStateModel:
     """A frozen model on one device. Not safe for use by several threads at once."""
 
@@ -102,6 +117,11 @@ class HiddenStateModel:
             if isinstance(module, nn.Embedding) and module is not self._embedding:
                 return module.num_embeddings if module.num_embeddings == limit else None
         return None
+
+    @property
+    def length_limits(self) -> tuple[int, ...]:
+        """Lengths that share no batch with longer ones: LongRoPE turns a whole batch by its longest sample."""
+        return longrope_limits(self.config)
 
     @property
     def kernels(self) -> dict[str, str]:
