@@ -23,6 +23,7 @@ from swathe.errors import IncompleteRunError
 from swathe.reader.float8 import rounding
 from swathe.reader.shards import SCALES
 from swathe.spec import Layer
+from worker.model.backbone import load_text_config
 
 LIMITS: Final = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest median relative error by dtype; a wrong layer, neighbour or norm is of order 1."""
@@ -106,10 +107,9 @@ def _token_errors(sample: dict[str, Any], expected_SKH: torch.Tensor) -> torch.T
 
 def _load(checkpoint: Path, dtype: str, device: torch.device, *, trust: bool) -> Any:
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
     model = transformers.AutoModel.from_pretrained(
         checkpoint,
-        config=config.get_text_config(),
+        config=load_text_config(checkpoint, trust_remote_code=trust),
         dtype=getattr(torch, dtype),
         device_map={"": device},
         trust_remote_code=trust,

@@ -110,6 +110,67 @@ def test_mismatched_weights_are_refused_by_name(checkpoint, tmp_path):
         load_model(folder, layers=[2], dtype="float32", device=CPU)
 
 
+@pytest.mark.parametrize("extra", ["self_attn.q_proj.bias", "mlp.up_proj.weight_scale"])
+def test_weights_that_the_model_does_not_use_are_refused_by_name(extra, checkpoint, tmp_path):
+    """A bias that the config denies, the scale of a quantization that it does not mention."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "more")
+    weights = load_file(folder / "model.safetensors")
+    weights[f"model.layers.1.{extra}"] = torch.ones(32)
+    weights["lm_head.weight_scale"] = torch.ones(1)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"more than the model uses.*layers\.1\.{extra}"):
+        load_model(folder, layers=[2], dtype="float32", device=CPU)
+    # The block is not needed for layer 0.
+    load_model(folder, layers=[0], dtype="float32", device=CPU)
+
+
+@pytest.mark.parametrize("method", ["modelopt", "awq", "compressed-tensors"])
+def test_quantized_checkpoints_are_refused(method, checkpoint, tmp_path):
+    """transformers takes the codes of a method that it does not know for weights."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "quantized")
+    _set_quantization(folder, {"quant_method": method})
+    with pytest.raises(ModelError, match=rf"quantized \({method}\).*dequantize it first"):
+        load_model(folder, layers=[2], dtype="float32", device=CPU)
+
+
+@pytest.mark.parametrize("name", ["llama", "nested"])
+def test_float8_checkpoints_are_computed_with_the_weights_that_their_codes_mean(
+    name, checkpoint, tmp_path
+):
+    """Of a multimodal checkpoint only the outer config says that the text model is quantized."""
+    coded = shutil.copytree(checkpoint(name), tmp_path / "coded")
+    plain = shutil.copytree(checkpoint(name), tmp_path / "plain")
+    weights = load_file(coded / "model.safetensors")
+    for key in [key for key in weights if key.endswith("_proj.weight")]:
+        if weights[key].shape[0] % 16 or weights[key].shape[1] % 16:
+            continue
+        blocks = weights[key].unflatten(1, (-1, 16)).unflatten(0, (-1, 16))
+        scales = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        meant = codes.float() * scales[:, None, :, None]
+        weights[key], weights[f"{key}_scale_inv"] = codes.reshape(weights[key].shape), scales
+        _replace(plain, key, meant.reshape(weights[key].shape))
+    save_file(weights, coded / "model.safetensors", metadata={"format": "pt"})
+    _set_quantization(coded, {"quant_method": "fp8", "weight_block_size": [16, 16]})
+    ids = tiny.samples([31])[0]
+    found, wanted = (
+        load_model(folder, layers=[1, 2], dtype="float32", device=CPU).reference(ids)
+        for folder in (coded, plain)
+    )
+    assert tiny.relative_error(found, wanted) < 1e-6
+
+
+def _set_quantization(folder, options):
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = options
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def _replace(folder, key, weight):
+    weights = load_file(folder / "model.safetensors") | {key: weight}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no readable model config"):
         load_model(tmp_path, layers=[0], dtype="float32", device=CPU)

@@ -30,6 +30,8 @@ from worker.model.device_errors import breaks_device
 RANDOM_PREFIX: Final = "random:"
 _RANDOM_SEED: Final = 0
 _NAMES_SHOWN: Final = 5
+_DEQUANTIZES: Final = ("fp8", "mxfp4")
+"""Methods whose codes transformers turns into plain weights while it loads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +61,30 @@ def load_text_config(checkpoint: str | Path, *, trust_remote_code: bool = False)
         msg = f"{name}: no readable model config ({_first_line(error)})"
         raise ModelError(msg) from error
     text = config.get_text_config()
+    quantized = getattr(config, "quantization_config", None)
+    if quantized is not None:
+        # A multimodal config says it for all its parts; without it the codes would pass for weights.
+        text.quantization_config = _dequantized(name, quantized)
     if getattr(text, "is_encoder_decoder", False):
         msg = f"{name}: {text.model_type} is an encoder-decoder; only causal decoders have the states wanted here"
         raise ModelError(msg)
     return text
+
+
+def _dequantized(name: str, quantized: Any) -> Any:
+    """The quantization config of a checkpoint, made to give plain weights on every device.
+
+    Raises ModelError where transformers cannot do that, or does not know the method and would take codes for weights.
+    """
+    options = dict(quantized if isinstance(quantized, dict) else quantized.to_dict())
+    method = options.get("quant_method")
+    if method not in _DEQUANTIZES:
+        msg = (
+            f"{name}: its weights are quantized ({method}); swathe computes with plain weights, and with those of "
+            f"{' and '.join(_DEQUANTIZES)} checkpoints: dequantize it first"
+        )
+        raise ModelError(msg)
+    return options | {"dequantize": True}
 
 
 def load_backbone(
@@ -169,15 +191,27 @@ def _stored_module(
             raise
         msg = f"{checkpoint}: the model does not load: {_first_line(error)}"
         raise ModelError(msg) from error
-    missing = sorted(info["missing_keys"])
-    mismatched = sorted(str(entry[0]) for entry in info["mismatched_keys"])
-    for what, names in (("lacks", missing), ("has the wrong shape for", mismatched)):
+    prefixes = ("", f"{module.base_model_prefix}.")
+    kept = {id(block) for block in find_blocks(module, depth)}
+    starts = tuple(
+        f"{prefix}{name}."
+        for name, child in module.named_modules()
+        if id(child) in kept
+        for prefix in prefixes
+    )
+    problems = {
+        "lacks": sorted(info["missing_keys"]),
+        "has the wrong shape for": sorted(str(entry[0]) for entry in info["mismatched_keys"]),
+        # Biases that the config denies, scales of a quantization that it does not mention.
+        "has more than the model uses, namely": sorted(
+            name for name in info["unexpected_keys"] if name.startswith(starts)
+        ),
+    }
+    for what, names in problems.items():
         if names:
             shown = ", ".join(names[:_NAMES_SHOWN])
             more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-            msg = (
-                f"{checkpoint}: the checkpoint {what} {shown}{more}; not running on random weights"
-            )
+            msg = f"{checkpoint}: the checkpoint {what} {shown}{more}; not running on other weights than its own"
             raise ModelError(msg)
     return module
 
