@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from swathe.errors import WorkerError
+from swathe.errors import ModelError, WorkerError
 from swathe.spec import RangeId
 from swathe.tokens import RangeTokens
 from tests.worker import tiny
@@ -13,7 +13,7 @@ from worker.engine.engine import Engine
 from worker.engine.rates import host_copy_bytes, matmul_flops, tokens_that_fit
 from worker.engine.selftest import prove, self_test
 from worker.model.backbone import load_backbone
-from worker.model.hidden_states import HiddenStateModel
+from worker.model.hidden_states import HiddenStateModel, load_model
 
 CPU = torch.device("cpu")
 SHORT = (5, 70, 1, 37)
@@ -120,6 +120,31 @@ def test_packing_alone_is_given_up_where_only_packing_is_wrong(fused, monkeypatc
     assert test.form == "padded"
     assert not model.can_pack
     assert model.kernels["swiglu"] == "fused by torch"
+
+
+def test_a_float32_pass_that_is_not_the_models_proves_nothing(fused, monkeypatch):
+    """Against it every path is equally far off."""
+    model = fused("llama", "bfloat16")
+    exact = model.exact
+    monkeypatch.setattr(model, "exact", lambda ids: exact(ids).flip(-1))
+    assert "cannot be its own" in self_test(model, "padded", SHORT).reason
+
+
+def test_models_that_cannot_be_batched_are_refused_and_the_device_is_not_blamed(tmp_path):
+    config = tiny.CONFIGS["gemma3"]()
+    config.use_bidirectional_attention = True
+    tiny.build_like(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, layers=(0, 2), dtype="float32", device=CPU)
+    with pytest.raises(ModelError, match="gemma3_text is not causal"):
+        prove(model, "packed", lengths=SHORT)
+
+
+def test_a_model_whose_states_cannot_be_taken_is_refused(fused, monkeypatch):
+    model = fused("llama")
+    monkeypatch.setattr(model._module.layers[3], "forward", lambda x, **_: x[None])
+    model._kernels._fast.clear()
+    with pytest.raises(ModelError, match="not hidden states"):
+        prove(model, "padded", lengths=SHORT)
 
 
 def test_a_device_without_any_right_path_is_refused(fused):
