@@ -60,6 +60,19 @@ def test_long_samples_do_not_turn_short_ones_by_their_frequencies(kind, form, tm
     assert self_test(model, form, (5, 70, 1, 33)).passed
 
 
+def test_samples_beyond_what_dynamic_ntk_is_made_for_are_set_aside(tmp_path):
+    """It would turn the samples that follow by the frequencies of the longest so far."""
+    config = tiny.CONFIGS["llama"]()
+    config.max_position_embeddings = 40
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    tiny.build_like(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, layers=(0, 2), dtype="float32", device=torch.device("cpu"))
+    samples = tiny.samples([37, 64, 40, 5])
+    states = Engine(model, form="packed").compute(range_of(samples))
+    assert [one.row for one in states.quarantined] == [101]
+    assert worst(model, [samples[0], *samples[2:]], states) < 1e-4
+
+
 class Sabotaged:
     """A model whose passes are tampered with."""
 
@@ -226,6 +239,23 @@ def test_a_sample_that_does_not_fit_alone_is_quarantined(load):
     )
     assert worst(model, [s for s in samples if len(s) != 90], states) < 1e-4
     assert sum(90 in batch.lengths and len(batch.lengths) == 1 for batch in broken.batches) == 2
+
+
+def test_a_short_row_that_does_not_fit_is_not_cut_into_itself(load):
+    """On a GPU rows are filled up, so half of what was computed may be more than all that is wanted."""
+    samples = tiny.samples([5, 4])
+
+    def crowded(batch, out_TKH):
+        if len(batch.samples) > 1:
+            raise torch.OutOfMemoryError
+        return out_TKH
+
+    model = load("llama")
+    engine = Engine(Sabotaged(model, forward=crowded), form="packed")
+    engine._row_multiple = 128
+    states = engine.compute(range_of(samples))
+    assert worst(model, samples, states) < 1e-4
+    assert states.stats.out_of_memory == 1
 
 
 def test_out_of_memory_that_passes_costs_nothing(load):

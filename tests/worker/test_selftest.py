@@ -11,7 +11,7 @@ from tests.worker import tiny
 from worker.engine.canary import canary_bounds, one_in, take_canary
 from worker.engine.engine import Engine
 from worker.engine.rates import host_copy_bytes, matmul_flops, tokens_that_fit
-from worker.engine.selftest import prove, self_test
+from worker.engine.selftest import prove, self_test, token_errors
 from worker.model.backbone import load_backbone
 from worker.model.hidden_states import HiddenStateModel, load_model
 
@@ -163,6 +163,14 @@ def test_canaries_pass_on_right_states_and_fail_on_wrong_ones(fused):
     assert (good.range_id, good.row, good.tokens) == (3, 1, 64)
     perturb(model, "MLP", lambda out: out * 1.5)
     assert not take_canary(model, engine.compute(range_of([30, 64, 12]), keep=1), bounds).passed
+
+
+def test_states_that_are_zero_in_both_are_no_error():
+    wanted_SKH = torch.tensor([[[0.0, 0.0]], [[3.0, 4.0]], [[0.0, 0.0]]])
+    found_SKH = torch.tensor([[[0.0, 0.0]], [[3.0, 4.5]], [[1e-3, 0.0]]])
+    errors_SK = token_errors(found_SKH, wanted_SKH)
+    assert errors_SK[:2, 0].tolist() == pytest.approx([0.0, 0.1])
+    assert errors_SK[2, 0] > 1e9
 
 
 def test_canaries_are_spread_and_repeatable():

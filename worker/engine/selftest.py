@@ -163,9 +163,10 @@ def random_samples(model: HiddenStateModel, lengths: Sequence[int]) -> list[NDAr
 
 
 def token_errors(found_SKH: torch.Tensor, wanted_SKH: torch.Tensor) -> NDArray[np.float32]:
-    """Relative L2 error ``[S, K]`` of each token and slot."""
+    """Relative L2 error ``[S, K]`` of each token and slot; 0 where both are zero, as those of unused ids may be."""
     difference = (found_SKH.float() - wanted_SKH.float()).norm(dim=-1)
-    errors: NDArray[np.float32] = (difference / wanted_SKH.float().norm(dim=-1)).cpu().numpy()
+    length = wanted_SKH.float().norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    errors: NDArray[np.float32] = (difference / length).cpu().numpy()
     return errors
 
 

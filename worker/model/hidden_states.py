@@ -52,19 +52,11 @@ def load_model(
     return HiddenStateModel(backbone, layers=layers, kernels=kernels)
 
 
-def longrope_limits(config: Any) -> tuple[int, ...]:
-    """Where LongRoPE changes from its short to its long factors; empty for all other models."""
+def _rope(config: Any, kind: str) -> list[dict[str, Any]]:
+    """The rotary parameters of a kind, which may differ by type of layer; empty where the model has none."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    return tuple(
-        sorted(
-            {
-                int(kind["original_max_position_embeddings"])
-                for kind in kinds
-                if kind.get("rope_type") == "longrope"
-            }
-        )
-    )
+    parts = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return [part for part in parts if part.get("rope_type") == kind]
 
 
 class HiddenStateModel:
@@ -111,8 +103,13 @@ class HiddenStateModel:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sample that learned position embeddings allow; None where positions are computed."""
-        limit = getattr(self.config, "max_position_embeddings", None)
+        """Longest sample that the positions allow: as many as were learned; None where they are computed.
+
+        Dynamic NTK computes them by the longest sample so far, once one is longer than the model is made for.
+        """
+        limit: int | None = getattr(self.config, "max_position_embeddings", None)
+        if _rope(self.config, "dynamic"):
+            return limit
         for module in self._module.children():
             if isinstance(module, nn.Embedding) and module is not self._embedding:
                 return module.num_embeddings if module.num_embeddings == limit else None
@@ -121,7 +118,10 @@ class HiddenStateModel:
     @property
     def length_limits(self) -> tuple[int, ...]:
         """Lengths that share no batch with longer ones: LongRoPE turns a whole batch by its longest sample."""
-        return longrope_limits(self.config)
+        found = {
+            int(rope["original_max_position_embeddings"]) for rope in _rope(self.config, "longrope")
+        }
+        return tuple(sorted(found))
 
     @property
     def kernels(self) -> dict[str, str]:
