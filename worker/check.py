@@ -23,7 +23,7 @@ from swathe.errors import IncompleteRunError
 from swathe.reader.float8 import rounding
 from swathe.reader.shards import SCALES
 from swathe.spec import Layer
-from worker.model.backbone import load_text_config
+from worker.model.backbone import laid_out, load_text_config, text_key_mapping
 
 LIMITS: Final = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest median relative error by dtype; a wrong layer, neighbour or norm is of order 1."""
@@ -107,9 +107,11 @@ def _token_errors(sample: dict[str, Any], expected_SKH: torch.Tensor) -> torch.T
 
 def _load(checkpoint: Path, dtype: str, device: torch.device, *, trust: bool) -> Any:
     transformers.utils.logging.disable_progress_bar()
+    config = load_text_config(checkpoint, trust_remote_code=trust)
     model = transformers.AutoModel.from_pretrained(
         checkpoint,
-        config=load_text_config(checkpoint, trust_remote_code=trust),
+        config=config,
+        key_mapping=text_key_mapping(checkpoint, laid_out(config, trust_remote_code=trust)),
         dtype=getattr(torch, dtype),
         device_map={"": device},
         trust_remote_code=trust,

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from swathe.errors import ModelError
 from tests.worker import tiny
+from worker import check
 from worker.model.backbone import load_backbone
 from worker.model.hidden_states import load_model
 
@@ -169,6 +170,31 @@ def _set_quantization(folder, options):
 def _replace(folder, key, weight):
     weights = load_file(folder / "model.safetensors") | {key: weight}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_text_models_are_found_in_multimodal_checkpoints_under_any_prefix(tmp_path):
+    """Gemma 3 calls its text model's weights ``language_model.model.*`` or ``model.language_model.*``."""
+    now, before = tmp_path / "now", tmp_path / "before"
+    whole = tiny.build_nested_gemma3()
+    whole.save_pretrained(now)
+    shutil.copytree(now, before)
+    weights = {
+        key.replace("model.language_model.", "language_model.model."): weight
+        for key, weight in load_file(now / "model.safetensors").items()
+    }
+    save_file(weights, before / "model.safetensors", metadata={"format": "pt"})
+    ids = tiny.samples([31])[0]
+    ids_BL = torch.from_numpy(ids.astype(np.int64))[None]
+    with torch.inference_mode():
+        wanted = whole(input_ids=ids_BL, output_hidden_states=True).hidden_states
+    for folder in (now, before):
+        found_SKH = load_model(folder, layers=[0, 2], dtype="float32", device=CPU).reference(ids)
+        checked_SKH = check._forward(
+            check._load(folder, "float32", CPU, trust=False), ids_BL[0], [0, 2]
+        )
+        for slot, layer in enumerate((0, 2)):
+            assert tiny.relative_error(found_SKH[:, slot], wanted[layer + 1][0]) < 1e-4
+        assert tiny.relative_error(checked_SKH, found_SKH) < 1e-4
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

@@ -143,6 +143,24 @@ def build_nested() -> Any:
     return _shake(transformers.Qwen3_5ForConditionalGeneration(config))
 
 
+def build_nested_gemma3() -> Any:
+    """Another, of an architecture whose text weights transformers does not find by itself."""
+    torch.manual_seed(3)
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=CONFIGS["gemma3"]().to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    return _shake(transformers.Gemma3ForConditionalGeneration(config))
+
+
 def _shake(model: Any) -> Any:
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

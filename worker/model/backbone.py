@@ -10,6 +10,7 @@ another model: MiniCPM3 scales its residuals by the depth, Gemma 4 counts the la
 
 import copy
 import json
+import re
 import resource
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
@@ -148,20 +150,50 @@ def find_blocks(module: nn.Module, count: int) -> nn.ModuleList:
     return lists[0]
 
 
-def _model_class(config: Any, *, depth: int, trust_remote_code: bool) -> Any:
-    """The class of a config's model, whose instances lose all but the first ``depth`` blocks when they are made."""
-    full = int(config.num_hidden_layers)
+def laid_out(config: Any, *, trust_remote_code: bool) -> Any:
+    """The whole model without any memory for its weights."""
     with torch.device("meta"):
-        whole: Any = type(
-            AutoModel.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
-        )
+        return AutoModel.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+
+
+def _shortened(whole: Any, *, depth: int) -> Any:
+    """The class of a model, whose instances lose all but the first ``depth`` blocks when they are made."""
+    original: Any = type(whole)
+    full = int(whole.config.num_hidden_layers)
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        whole.__init__(self, *args, **kwargs)
+        original.__init__(self, *args, **kwargs)
         del find_blocks(self, full)[depth:]
 
     # transformers looks some things up by the class's name.
-    return type(whole.__name__, (whole,), {"__init__": make, "__module__": whole.__module__})
+    members = {"__init__": make, "__module__": original.__module__}
+    return type(original.__name__, (original,), members)
+
+
+def text_key_mapping(checkpoint: str | Path, whole: Any) -> dict[str, str]:
+    """Renames weights of a multimodal checkpoint to what its text model calls them, found by the embedding's name.
+
+    transformers does so for some architectures only; of Gemma 3, Mistral 3 or Qwen3-VL it would find no weight at all.
+    """
+    table = whole.get_input_embeddings()
+    suffix = next(name for name, child in whole.named_modules() if child is table) + ".weight"
+    base = f"{whole.base_model_prefix}."
+    found = [
+        name.removesuffix(suffix)
+        for name in _stored_names(Path(checkpoint))
+        if name == suffix or name.endswith(f".{suffix}")
+    ]
+    if len(found) != 1 or found[0] in ("", base):
+        return {}
+    return {f"^{re.escape(found[0])}": base}
+
+
+def _stored_names(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return list(file.keys())
 
 
 def _stored_module(
@@ -174,10 +206,11 @@ def _stored_module(
     trust_remote_code: bool,
 ) -> Any:
     try:
-        model_class = _model_class(config, depth=depth, trust_remote_code=trust_remote_code)
-        module, info = model_class.from_pretrained(
+        whole = laid_out(config, trust_remote_code=trust_remote_code)
+        module, info = _shortened(whole, depth=depth).from_pretrained(
             checkpoint,
             config=config,
+            key_mapping=text_key_mapping(checkpoint, whole),
             dtype=getattr(torch, dtype),
             device_map={"": device},
             output_loading_info=True,
