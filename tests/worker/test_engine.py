@@ -241,6 +241,16 @@ def test_a_sample_that_does_not_fit_alone_is_quarantined(load):
     assert sum(90 in batch.lengths and len(batch.lengths) == 1 for batch in broken.batches) == 2
 
 
+def test_a_range_that_came_back_while_it_is_on_the_device_is_another(load):
+    model = load("llama")
+    samples = tiny.samples([12, 5])
+    engine = Engine(model, form="packed")
+    first, second = (engine.start(range_of(samples)) for _ in range(2))
+    engine.abandon(second)
+    assert engine.ring.free == 2
+    assert worst(model, samples, engine.finish(first)) < 1e-4
+
+
 def test_a_short_row_that_does_not_fit_is_not_cut_into_itself(load):
     """On a GPU rows are filled up, so half of what was computed may be more than all that is wanted."""
     samples = tiny.samples([5, 4])
