@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 from transformers.utils import logging as transformers_logging
 
+from swathe.checkpoint import require_plain_weights
 from swathe.errors import ModelError
 from swathe.spec import ComputeDtype
 from worker.model.device_errors import breaks_device
@@ -32,8 +33,6 @@ from worker.model.device_errors import breaks_device
 RANDOM_PREFIX: Final = "random:"
 _RANDOM_SEED: Final = 0
 _NAMES_SHOWN: Final = 5
-_DEQUANTIZES: Final = ("fp8", "mxfp4")
-"""Methods whose codes transformers turns into plain weights while it loads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,30 +62,18 @@ def load_text_config(checkpoint: str | Path, *, trust_remote_code: bool = False)
         msg = f"{name}: no readable model config ({_first_line(error)})"
         raise ModelError(msg) from error
     text = config.get_text_config()
-    quantized = getattr(config, "quantization_config", None)
+    quantized = next(
+        (q for part in (text, config) if (q := getattr(part, "quantization_config", None))), None
+    )
+    require_plain_weights(Path(name), quantized)
     if quantized is not None:
-        # A multimodal config says it for all its parts; without it the codes would pass for weights.
-        text.quantization_config = _dequantized(name, quantized)
+        # A multimodal config says it for all its parts; without it the codes would pass for weights. On every device
+        # the weights are what the codes mean, whatever kernels for codes it has.
+        text.quantization_config = quantized | {"dequantize": True}
     if getattr(text, "is_encoder_decoder", False):
         msg = f"{name}: {text.model_type} is an encoder-decoder; only causal decoders have the states wanted here"
         raise ModelError(msg)
     return text
-
-
-def _dequantized(name: str, quantized: Any) -> Any:
-    """The quantization config of a checkpoint, made to give plain weights on every device.
-
-    Raises ModelError where transformers cannot do that, or does not know the method and would take codes for weights.
-    """
-    options = dict(quantized if isinstance(quantized, dict) else quantized.to_dict())
-    method = options.get("quant_method")
-    if method not in _DEQUANTIZES:
-        msg = (
-            f"{name}: its weights are quantized ({method}); swathe computes with plain weights, and with those of "
-            f"{' and '.join(_DEQUANTIZES)} checkpoints: dequantize it first"
-        )
-        raise ModelError(msg)
-    return options | {"dequantize": True}
 
 
 def load_backbone(
