@@ -144,15 +144,16 @@ class Extraction:
         return self._on_device
 
     def finish(self, started: object) -> object:
-        """Wait for a range that ``compute`` put on the device."""
+        """Wait for a range that ``compute`` put on the device; done once, with the model that computed it."""
         started = _expect(Started, started)
-        with device_errors():
-            if started.states is None:
-                started.states = started.engine.finish(started.started)
-            if self._on_device is started:
-                self._on_device = None
-            canary = self._take_canary(started.run, started.states)
-        return self._computed(started.run, started.states, canary)
+        if started.computed is None:
+            with device_errors():
+                states = started.engine.finish(started.started)
+                if self._on_device is started:
+                    self._on_device = None
+                canary = self._take_canary(started.run, states)
+            started.computed = self._computed(started.run, states, canary)
+        return started.computed
 
     def compute_alone(
         self, prepared: object, on_sample: Callable[[int], None] = lambda _index: None
