@@ -130,9 +130,12 @@ def _forward(model: Any, ids_S: torch.Tensor, layers: Sequence[Layer]) -> torch.
         output = model(input_ids=ids_S[None], use_cache=False, output_hidden_states=True)
     finally:
         handle.remove()
-    last = len(output.hidden_states) - 2
+    states = output.hidden_states
+    last = len(states) - 2
+    # Mamba's list begins with the first block's output instead of the embedding.
+    first = 0 if torch.equal(states[-2], before_norm[-1]) else 1
     picked = [
-        before_norm[-1] if layer in ("final", last) else output.hidden_states[int(layer) + 1]
+        before_norm[-1] if layer in ("final", last) else states[int(layer) + first]
         for layer in layers
     ]
     return torch.stack([hidden_BSH[0].float() for hidden_BSH in picked], dim=1)

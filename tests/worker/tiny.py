@@ -90,6 +90,16 @@ PADDED: dict[str, Callable[[], Any]] = {
         **{k: v for k, v in _GQA.items() if k != "head_dim"},
         layer_types=["conv", "full_attention"] * 2,
     ),
+    "mamba2": lambda: transformers.Mamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=LAYERS,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=1,
+        chunk_size=16,
+    ),
     "minicpm3": lambda: transformers.MiniCPM3Config(
         **_COMMON,
         q_lora_rank=16,
