@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import pytest
 import torch
 from chaos.real import job_of, write_inputs
 
@@ -62,3 +63,20 @@ def test_a_range_on_the_device_is_finished_with_its_own_model_when_another_run_n
         assert canary["stored_as_computed"]
     counts = telemetry.snapshot().counts
     assert counts["canary:passed"] == 2
+
+
+@pytest.mark.timeout(30)
+def test_two_ranges_fit_on_the_device_however_few_a_worker_may_hold(tmp_path):
+    """The second waited for the buffer of the first, which is finished only behind it."""
+    store = LocalStore(tmp_path / "run")
+    plan(store, write_inputs(tmp_path, {}))
+    work = Extraction(
+        name="w1",
+        device=torch.device("cpu"),
+        device_id="cpu",
+        settings=Settings(jobs_in_flight=2),
+        telemetry=Telemetry(),
+    )
+    started = [work.compute(work.prepare(job_of(store, RangeId(range_id)))) for range_id in (3, 4)]
+    for one in started:
+        work.publish(work.finish(one))

@@ -311,7 +311,8 @@ class Extraction:
             model,
             form=test.form,
             max_batch_tokens=self._batch_tokens(model, test.form, spec),
-            buffers=self._settings.jobs_in_flight - 1,
+            # All but the one being read; two are on the device before the first of them is finished.
+            buffers=max(2, self._settings.jobs_in_flight - 1),
             on_progress=self.on_progress,
         )
 
