@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import weakref
 
 import pytest
 import torch
@@ -54,7 +55,10 @@ def test_a_range_on_the_device_is_finished_with_its_own_model_when_another_run_n
         settings=Settings(canary_every=1),
         telemetry=telemetry,
     )
-    started = [work.compute(work.prepare(job_of(store, RangeId(3)))) for store in stores]
+    started = [work.compute(work.prepare(job_of(stores[0], RangeId(3))))]
+    model = weakref.ref(work._model)
+    started.append(work.compute(work.prepare(job_of(stores[1], RangeId(3)))))
+    assert model() is None, "two models on one device"
     for one in started:
         work.publish(work.finish(one))
     for store in stores:

@@ -147,8 +147,13 @@ class Extraction:
         """Wait for a range that ``compute`` put on the device; done once, with the model that computed it."""
         started = _expect(Started, started)
         if started.computed is None:
+            # Let go of it: a model that has to make room for another must not hang on a range that waits its turn.
+            engine, started.engine = started.engine, None
+            if engine is None:
+                msg = "the range was to be finished before, and that failed"
+                raise WorkerError(msg)
             with device_errors():
-                states = started.engine.finish(started.started)
+                states = engine.finish(started.started)
                 if self._on_device is started:
                     self._on_device = None
                 canary = self._take_canary(started.run, states)
@@ -273,7 +278,7 @@ class Extraction:
             # The old model's memory must be free for the new one, so what it still computes is finished first.
             if self._on_device is not None:
                 self.finish(self._on_device)
-            self._engine = self._model = None
+            self._unload()
             with self._telemetry.stage("load"), vouched(self.on_progress):
                 self._engine = self._load(spec)
             self._engine_key = key

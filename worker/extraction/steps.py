@@ -41,9 +41,9 @@ class Computed:
 
 @dataclass(slots=True, kw_only=True)
 class Started:
-    """A range on the device, with the engine that put it there; ``computed`` once it is finished."""
+    """A range on the device, with the engine that put it there, until it is finished; ``computed`` from then on."""
 
     run: OpenRun
-    engine: Engine
+    engine: Engine | None
     started: StartedRange
     computed: Computed | None = None
