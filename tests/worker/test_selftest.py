@@ -173,6 +173,17 @@ def test_states_that_are_zero_in_both_are_no_error():
     assert errors_SK[2, 0] > 1e9
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_canaries_pass_where_the_self_tests_batch_was_too_small_to_differ(name, load):
+    model = load(name, (0, 2, "final"), dtype="bfloat16")
+    bounds = canary_bounds(prove(model, "padded", lengths=(5, 70, 1, 33)))
+    engine = Engine(model, form="padded")
+    lengths = np.random.default_rng(0).integers(5, 120, 40).tolist()
+    for sample in (0, 16, 32):
+        canary = take_canary(model, engine.compute(range_of(lengths), keep=sample), bounds)
+        assert canary.passed, canary
+
+
 def test_canaries_are_spread_and_repeatable():
     chosen = [range_id for range_id in range(20_000) if one_in(200)(range_id, 90) is not None]
     assert 60 < len(chosen) < 140
