@@ -263,7 +263,7 @@ def flops(model: str, lengths: list[int], depth: int | None = None) -> float:
     cut_depth(config, depth)
     with torch.device("meta"):
         module = AutoModel.from_config(config)
-    return count_flops(find_blocks(module, depth), config).of(lengths)
+    return count_flops(tuple(find_blocks(module, depth)), config).of(lengths)
 
 
 def device_words(device: str) -> str:

@@ -9,7 +9,7 @@ folders lie; it is read without opening a tensor, so it costs milliseconds for a
 import json
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -40,6 +40,10 @@ _EMBEDDINGS: Final = (
 _DTYPES: Final = {
     "bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32",
 }  # fmt: skip
+
+
+DEQUANTIZED: Final = ("fp8", "mxfp4")
+"""Quantizations whose codes transformers turns into plain weights while it loads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +158,9 @@ def _read(source: str, folder: Path, *, trust_remote_code: bool) -> Checkpoint:
     folder = folder.absolute()
     config_path = folder / "config.json"
     config = _read_config(config_path)
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            require_plain_weights(folder, part.get("quantization_config"))
     weights, headers = [], {}
     for name in _weight_names(folder):
         weight, headers[name] = _read_weight_header(folder / name)
@@ -167,6 +174,22 @@ def _read(source: str, folder: Path, *, trust_remote_code: bool) -> Checkpoint:
         weights=tuple(weights),
     )
     return Checkpoint(spec=spec, folder=folder, config_path=config_path)
+
+
+def require_plain_weights(folder: Path, quantization: Mapping[str, Any] | None) -> None:
+    """Raise ModelError for a quantized checkpoint whose codes might be taken for weights.
+
+    transformers ignores methods that it does not know, and what ModelOpt wrote beside the config in earlier versions.
+    """
+    method = quantization and quantization.get("quant_method")
+    if method is None and (folder / "hf_quant_config.json").is_file():
+        method = "modelopt"
+    if method and method not in DEQUANTIZED:
+        msg = (
+            f"{folder}: its weights are quantized ({method}); swathe computes with plain weights, and with those of "
+            f"{' and '.join(DEQUANTIZED)} checkpoints: dequantize it first"
+        )
+        raise ModelError(msg)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -59,6 +59,23 @@ def test_sizes_that_a_config_leaves_to_its_class_are_found(tmp_path):
     assert resolve(str(folder)).spec.vocab_rows == 262_208
 
 
+def test_quantized_weights_are_refused_where_their_codes_might_pass_for_weights(tmp_path):
+    for method in ("modelopt", "awq"):
+        config = CONFIG | {"quantization_config": {"quant_method": method}}
+        with pytest.raises(ModelError, match=rf"quantized \({method}\)"):
+            resolve(str(write_checkpoint(tmp_path / method, config)))
+    text = CONFIG | {"quantization_config": {"quant_method": "compressed-tensors"}}
+    inner = write_checkpoint(tmp_path / "inner", {"model_type": "gemma3", "text_config": text})
+    with pytest.raises(ModelError, match=r"quantized \(compressed-tensors\)"):
+        resolve(str(inner))
+    beside = write_checkpoint(tmp_path / "beside")
+    (beside / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"quantized \(modelopt\)"):
+        resolve(str(beside))
+    config = CONFIG | {"quantization_config": {"quant_method": "fp8"}}
+    resolve(str(write_checkpoint(tmp_path / "fp8", config)))
+
+
 def test_gpt2_names_are_understood(tmp_path):
     config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "vocab_size": 9, "n_positions": 16}
     spec = resolve(str(write_checkpoint(tmp_path / "m", config, name="wte.weight", rows=9))).spec

@@ -23,6 +23,7 @@ from swathe.errors import ConfigError, IncompleteRunError
 from swathe.reader.float8 import rounding
 from swathe.reader.shards import SCALES
 from swathe.spec import Layer
+from worker.model.backbone import laid_out, load_text_config, text_key_mapping
 
 LIMITS: Final = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest median relative error by dtype; a wrong layer, neighbour or norm is of order 1."""
@@ -109,10 +110,11 @@ def _token_errors(sample: dict[str, Any], expected_SKH: torch.Tensor) -> torch.T
 
 def _load(checkpoint: Path, dtype: str, device: torch.device, *, trust: bool) -> Any:
     transformers.utils.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust)
+    config = load_text_config(checkpoint, trust_remote_code=trust)
     model = transformers.AutoModel.from_pretrained(
         checkpoint,
-        config=config.get_text_config(),
+        config=config,
+        key_mapping=text_key_mapping(checkpoint, laid_out(config, trust_remote_code=trust)),
         dtype=getattr(torch, dtype),
         device_map={"": device},
         trust_remote_code=trust,
@@ -131,16 +133,21 @@ def _forward(model: Any, ids_S: torch.Tensor, layers: Sequence[Layer]) -> torch.
         output = model(input_ids=ids_S[None], use_cache=False, output_hidden_states=True)
     finally:
         handle.remove()
-    last = len(output.hidden_states) - 2
+    states = output.hidden_states
+    last = len(states) - 2
+    # Mamba's list begins with the first block's output instead of the embedding.
+    first = 0 if torch.equal(states[-2], before_norm[-1]) else 1
     picked = [
-        before_norm[-1] if layer in ("final", last) else output.hidden_states[int(layer) + 1]
+        before_norm[-1] if layer in ("final", last) else states[int(layer) + first]
         for layer in layers
     ]
     return torch.stack([hidden_BSH[0].float() for hidden_BSH in picked], dim=1)
 
 
 def _final_norm(model: Any) -> torch.nn.Module:
-    for name in ("norm", "ln_f", "final_layer_norm", "final_layernorm"):
+    for name in (
+        "norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f", "embedding_norm",
+    ):  # fmt: skip
         if isinstance(module := getattr(model, name, None), torch.nn.Module):
             return module
     msg = f"{type(model).__name__} has no final norm by a known name"

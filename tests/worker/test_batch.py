@@ -44,6 +44,12 @@ def test_a_sample_longer_than_the_budget_is_alone():
         ]
 
 
+@pytest.mark.parametrize("form", ["padded", "packed"])
+def test_no_batch_reaches_over_a_limit(form):
+    batches = cut_batches([5, 9, 4, 8, 20], form=form, max_batch_tokens=1000, limits=(8, 10))
+    assert [batch.samples for batch in batches] == [(0, 2, 3), (1,), (4,)]
+
+
 def test_packed_rows_are_filled_to_a_multiple():
     (batch,) = cut_batches([100, 29], form="packed", max_batch_tokens=1000, multiple=64)
     assert (batch.real_tokens, batch.filler_tokens, batch.computed_tokens) == (129, 63, 192)

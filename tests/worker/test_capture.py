@@ -65,6 +65,15 @@ def test_a_block_that_did_not_run_is_an_error():
         run(blocks[:2], torch.randn(2, 3, 5))
 
 
+def test_a_block_that_runs_twice_is_an_error():
+    blocks = [Block("tensor") for _ in range(2)]
+    with (
+        pytest.raises(ModelError, match="block 0 ran twice"),
+        Capture(blocks, [0, 1]).into(torch.empty(6, 2, 5)),
+    ):
+        run([*blocks, blocks[0]], torch.randn(2, 3, 5))
+
+
 def test_nothing_is_kept_outside_of_a_capture_or_after_removal():
     blocks = [Block("tensor")]
     capture = Capture(blocks, [0])

@@ -5,12 +5,15 @@ import threading
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from swathe.spec import RangeId
 from swathe.tokens import RangeTokens
 from tests.worker import tiny
 from worker.engine.engine import Engine
+from worker.engine.selftest import self_test
 from worker.model.batch import Batch
+from worker.model.hidden_states import load_model
 
 LENGTHS = [37, 5, 64, 1, 29, 70, 12, 12, 90, 3]
 
@@ -41,6 +44,33 @@ def worst(model, samples, states):
         tiny.relative_error(part, model.reference(sample))
         for part, sample in zip(found, samples, strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [(transformers.Phi3Config, "padded"), (transformers.LlamaConfig, "packed")]
+)
+def test_long_samples_do_not_turn_short_ones_by_their_frequencies(kind, form, tmp_path):
+    """LongRoPE chooses its factors by the longest sample of a batch."""
+    tiny.build_like(tiny.longrope(kind)).save_pretrained(tmp_path)
+    model = load_model(tmp_path, layers=(0, 2), dtype="float32", device=torch.device("cpu"))
+    samples = tiny.samples([37, 5, 64, 32, 33, 1])
+    assert model.length_limits == (32,)
+    states = Engine(model, form=form).compute(range_of(samples))
+    assert worst(model, samples, states) < 1e-4
+    assert self_test(model, form, (5, 70, 1, 33)).passed
+
+
+def test_samples_beyond_what_dynamic_ntk_is_made_for_are_set_aside(tmp_path):
+    """It would turn the samples that follow by the frequencies of the longest so far."""
+    config = tiny.CONFIGS["llama"]()
+    config.max_position_embeddings = 40
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    tiny.build_like(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, layers=(0, 2), dtype="float32", device=torch.device("cpu"))
+    samples = tiny.samples([37, 64, 40, 5])
+    states = Engine(model, form="packed").compute(range_of(samples))
+    assert [one.row for one in states.quarantined] == [101]
+    assert worst(model, [samples[0], *samples[2:]], states) < 1e-4
 
 
 class Sabotaged:
@@ -209,6 +239,33 @@ def test_a_sample_that_does_not_fit_alone_is_quarantined(load):
     )
     assert worst(model, [s for s in samples if len(s) != 90], states) < 1e-4
     assert sum(90 in batch.lengths and len(batch.lengths) == 1 for batch in broken.batches) == 2
+
+
+def test_a_range_that_came_back_while_it_is_on_the_device_is_another(load):
+    model = load("llama")
+    samples = tiny.samples([12, 5])
+    engine = Engine(model, form="packed")
+    first, second = (engine.start(range_of(samples)) for _ in range(2))
+    engine.abandon(second)
+    assert engine.ring.free == 2
+    assert worst(model, samples, engine.finish(first)) < 1e-4
+
+
+def test_a_short_row_that_does_not_fit_is_not_cut_into_itself(load):
+    """On a GPU rows are filled up, so half of what was computed may be more than all that is wanted."""
+    samples = tiny.samples([5, 4])
+
+    def crowded(batch, out_TKH):
+        if len(batch.samples) > 1:
+            raise torch.OutOfMemoryError
+        return out_TKH
+
+    model = load("llama")
+    engine = Engine(Sabotaged(model, forward=crowded), form="packed")
+    engine._row_multiple = 128
+    states = engine.compute(range_of(samples))
+    assert worst(model, samples, states) < 1e-4
+    assert states.stats.out_of_memory == 1
 
 
 def test_out_of_memory_that_passes_costs_nothing(load):

@@ -117,6 +117,16 @@ def test_attention_of_an_unknown_kind_is_refused():
         packing.packed_attention(torch.nn.Identity(), query, query, query, None)
 
 
+def test_a_kernel_that_cannot_scale_is_used_for_the_usual_scale_only(monkeypatch):
+    """``varlen_attn`` took no scale before torch 2.11."""
+    monkeypatch.setattr(packing, "attention_kernel", lambda *_: "torch varlen_attn")
+    query = torch.zeros(1, 2, 5, 64)
+    kinds = [packing._Kind(scaling=x, window=None, sinks_N=None) for x in (None, 0.125, 0.3)]
+    for known, fits in ((set(), [True, True, False]), ({"scale"}, [True] * 3)):
+        monkeypatch.setattr(packing, "_varlen_parameters", lambda known=known: known)
+        assert [packing._varlen_fits(query, query, kind) for kind in kinds] == fits
+
+
 def test_the_reference_kernels_do_not_pack(load):
     model = load("llama", kernels="reference")
     samples = tiny.samples([4, 5])

@@ -9,7 +9,7 @@ from worker.model.batch import Batch, cut_batches
 
 LENGTHS = [37, 5, 64, 1, 29, 70]
 """Longer than the sliding window, shorter than the convolution, longer than a chunk of the delta rule."""
-NAMES = [*tiny.CONFIGS, "nested"]
+NAMES = [*tiny.CONFIGS, *tiny.PADDED, "nested"]
 
 
 def batch_of(samples) -> Batch:

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from swathe.errors import WorkerError
+from swathe.errors import ModelError, WorkerError
 from swathe.spec import RangeId
 from swathe.tokens import RangeTokens
 from tests.worker import tiny
 from worker.engine.canary import canary_bounds, one_in, take_canary
 from worker.engine.engine import Engine
 from worker.engine.rates import host_copy_bytes, matmul_flops, tokens_that_fit
-from worker.engine.selftest import prove, self_test
+from worker.engine.selftest import prove, self_test, token_errors
 from worker.model.backbone import load_backbone
-from worker.model.hidden_states import HiddenStateModel
+from worker.model.hidden_states import HiddenStateModel, load_model
 
 CPU = torch.device("cpu")
 SHORT = (5, 70, 1, 37)
@@ -122,6 +122,31 @@ def test_packing_alone_is_given_up_where_only_packing_is_wrong(fused, monkeypatc
     assert model.kernels["swiglu"] == "fused by torch"
 
 
+def test_a_float32_pass_that_is_not_the_models_proves_nothing(fused, monkeypatch):
+    """Against it every path is equally far off."""
+    model = fused("llama", "bfloat16")
+    exact = model.exact
+    monkeypatch.setattr(model, "exact", lambda ids: exact(ids).flip(-1))
+    assert "cannot be its own" in self_test(model, "padded", SHORT).reason
+
+
+def test_models_that_cannot_be_batched_are_refused_and_the_device_is_not_blamed(tmp_path):
+    config = tiny.CONFIGS["gemma3"]()
+    config.use_bidirectional_attention = True
+    tiny.build_like(config).save_pretrained(tmp_path)
+    model = load_model(tmp_path, layers=(0, 2), dtype="float32", device=CPU)
+    with pytest.raises(ModelError, match="gemma3_text is not causal"):
+        prove(model, "packed", lengths=SHORT)
+
+
+def test_a_model_whose_states_cannot_be_taken_is_refused(fused, monkeypatch):
+    model = fused("llama")
+    monkeypatch.setattr(model._module.layers[3], "forward", lambda x, **_: x[None])
+    model._kernels._fast.clear()
+    with pytest.raises(ModelError, match="not hidden states"):
+        prove(model, "padded", lengths=SHORT)
+
+
 def test_a_device_without_any_right_path_is_refused(fused):
     model = fused("llama")
     perturb(model, "MLP", lambda out: out * float("nan"))
@@ -138,6 +163,25 @@ def test_canaries_pass_on_right_states_and_fail_on_wrong_ones(fused):
     assert (good.range_id, good.row, good.tokens) == (3, 1, 64)
     perturb(model, "MLP", lambda out: out * 1.5)
     assert not take_canary(model, engine.compute(range_of([30, 64, 12]), keep=1), bounds).passed
+
+
+def test_states_that_are_zero_in_both_are_no_error():
+    wanted_SKH = torch.tensor([[[0.0, 0.0]], [[3.0, 4.0]], [[0.0, 0.0]]])
+    found_SKH = torch.tensor([[[0.0, 0.0]], [[3.0, 4.5]], [[1e-3, 0.0]]])
+    errors_SK = token_errors(found_SKH, wanted_SKH)
+    assert errors_SK[:2, 0].tolist() == pytest.approx([0.0, 0.1])
+    assert errors_SK[2, 0] > 1e9
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_canaries_pass_where_the_self_tests_batch_was_too_small_to_differ(name, load):
+    model = load(name, (0, 2, "final"), dtype="bfloat16")
+    bounds = canary_bounds(prove(model, "padded", lengths=(5, 70, 1, 33)))
+    engine = Engine(model, form="padded")
+    lengths = np.random.default_rng(0).integers(5, 120, 40).tolist()
+    for sample in (0, 16, 32):
+        canary = take_canary(model, engine.compute(range_of(lengths), keep=sample), bounds)
+        assert canary.passed, canary
 
 
 def test_canaries_are_spread_and_repeatable():

@@ -73,11 +73,76 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+PADDED: dict[str, Callable[[], Any]] = {
+    "gemma4": lambda: transformers.Gemma4TextConfig(
+        **_GQA,
+        global_head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **{k: v for k, v in _GQA.items() if k != "head_dim"}, residual_multiplier=0.22
+    ),
+    "lfm2": lambda: transformers.Lfm2Config(
+        **{k: v for k, v in _GQA.items() if k != "head_dim"},
+        layer_types=["conv", "full_attention"] * 2,
+    ),
+    "mamba2": lambda: transformers.Mamba2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=LAYERS,
+        num_heads=4,
+        head_dim=16,
+        state_size=8,
+        n_groups=1,
+        chunk_size=16,
+    ),
+    "minicpm3": lambda: transformers.MiniCPM3Config(
+        **_COMMON,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "nanochat": lambda: transformers.NanoChatConfig(**_COMMON, num_key_value_heads=2),
+    "olmo_hybrid": lambda: transformers.OlmoHybridConfig(
+        **{k: v for k, v in _GQA.items() if k != "head_dim"},
+        **_GDN,
+        layer_types=_TYPES,
+        pad_token_id=0,
+    ),
+}
+"""Some that do not pack: their blocks depend on the model's depth, or look like others and are not."""
+
+
 def build(name: str) -> Any:
     """The full model, head included, weights large enough that a wrong token changes everything."""
+    return build_like((CONFIGS | PADDED)[name]())
+
+
+def build_like(config: Any) -> Any:
+    """The same of any config."""
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
-    return _shake(model)
+    return _shake(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def longrope(kind: type) -> Any:
+    """A config whose rotary frequencies are others for samples of more than 32 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
+    options = {k: v for k, v in _GQA.items() if k != "head_dim"}
+    if kind is transformers.Phi3Config:
+        options |= {"original_max_position_embeddings": 32, "pad_token_id": 0}
+    return kind(**options, rope_parameters=rope)
 
 
 def build_nested() -> Any:
@@ -86,6 +151,24 @@ def build_nested() -> Any:
     text = CONFIGS["qwen3_5"]()
     config = transformers.Qwen3_5Config(text_config=text.to_dict(), vision_config=_vision())
     return _shake(transformers.Qwen3_5ForConditionalGeneration(config))
+
+
+def build_nested_gemma3() -> Any:
+    """Another, of an architecture whose text weights transformers does not find by itself."""
+    torch.manual_seed(3)
+    vision = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(
+        text_config=CONFIGS["gemma3"]().to_dict(), vision_config=vision, mm_tokens_per_image=4
+    )
+    return _shake(transformers.Gemma3ForConditionalGeneration(config))
 
 
 def _shake(model: Any) -> Any:

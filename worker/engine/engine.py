@@ -65,6 +65,7 @@ class Engine:
         self.form: BatchForm = form if model.can_pack else "padded"
         self.max_batch_tokens = max_batch_tokens or sys.maxsize
         self.ring = HostRing(buffers, pinned=model.device.type == "cuda")
+        self._row_multiple = _ROW_MULTIPLE_CUDA if model.device.type == "cuda" else 1
         self._copier = Copier(model.device)
         self._on_progress = on_progress
         self._unfinished: list[StartedRange] = []
@@ -217,12 +218,12 @@ class Engine:
 
     def _cut(self, samples: RangeTokens, chosen: Sequence[int]) -> list[Batch]:
         lengths = samples.lengths
-        multiple = _ROW_MULTIPLE_CUDA if self.model.device.type == "cuda" else 1
         batches = cut_batches(
             [lengths[sample] for sample in chosen],
             form=self.form,
             max_batch_tokens=min(self.max_batch_tokens, max(samples.tokens, 1)),
-            multiple=multiple,
+            multiple=self._row_multiple,
+            limits=self.model.length_limits,
         )
         return [
             Batch(
@@ -247,7 +248,8 @@ class Engine:
             self._free_memory()
             started.out_of_memory += 1
             if len(batch.samples) > 1:
-                self._learn_budget(batch.computed_tokens // 2)
+                # Less than its real tokens: a row is not to be cut into itself with the same filler again.
+                self._learn_budget(min(batch.computed_tokens // 2, batch.real_tokens - 1))
                 waiting.extendleft(reversed(self._cut(samples, batch.samples)))
             elif batch.samples[0] not in retried:
                 retried.add(batch.samples[0])

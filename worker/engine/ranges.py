@@ -34,6 +34,8 @@ class StateModel(Protocol):
     def vocab_rows(self) -> int: ...  # noqa: D102
     @property
     def max_positions(self) -> int | None: ...  # noqa: D102
+    @property
+    def length_limits(self) -> tuple[int, ...]: ...  # noqa: D102
     def forward(self, batch: Batch, ids: Sequence[Any]) -> torch.Tensor: ...  # noqa: D102
     def reference(self, ids: Any) -> torch.Tensor: ...  # noqa: D102
     def flops(self, lengths: Sequence[int]) -> float: ...  # noqa: D102

@@ -15,9 +15,9 @@ from worker.engine.transfer import Copy, HostBuffer, Timer
 from worker.model.batch import Batch
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StartedRange:
-    """A range whose work is queued. Only the engine that made it looks inside."""
+    """A range whose work is queued. Only the engine that made it looks inside. Two of one range are two."""
 
     samples: RangeTokens
     buffer: HostBuffer

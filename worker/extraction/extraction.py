@@ -144,15 +144,21 @@ class Extraction:
         return self._on_device
 
     def finish(self, started: object) -> object:
-        """Wait for a range that ``compute`` put on the device."""
+        """Wait for a range that ``compute`` put on the device; done once, with the model that computed it."""
         started = _expect(Started, started)
-        with device_errors():
-            if started.states is None:
-                started.states = started.engine.finish(started.started)
-            if self._on_device is started:
-                self._on_device = None
-            canary = self._take_canary(started.run, started.states)
-        return self._computed(started.run, started.states, canary)
+        if started.computed is None:
+            # Let go of it: a model that has to make room for another must not hang on a range that waits its turn.
+            engine, started.engine = started.engine, None
+            if engine is None:
+                msg = "the range was to be finished before, and that failed"
+                raise WorkerError(msg)
+            with device_errors():
+                states = engine.finish(started.started)
+                if self._on_device is started:
+                    self._on_device = None
+                canary = self._take_canary(started.run, states)
+            started.computed = self._computed(started.run, states, canary)
+        return started.computed
 
     def compute_alone(
         self, prepared: object, on_sample: Callable[[int], None] = lambda _index: None
@@ -272,7 +278,7 @@ class Extraction:
             # The old model's memory must be free for the new one, so what it still computes is finished first.
             if self._on_device is not None:
                 self.finish(self._on_device)
-            self._engine = self._model = None
+            self._unload()
             with self._telemetry.stage("load"), vouched(self.on_progress):
                 self._engine = self._load(spec)
             self._engine_key = key
@@ -310,7 +316,8 @@ class Extraction:
             model,
             form=test.form,
             max_batch_tokens=self._batch_tokens(model, test.form, spec),
-            buffers=self._settings.jobs_in_flight - 1,
+            # All but the one being read; two are on the device before the first of them is finished.
+            buffers=max(2, self._settings.jobs_in_flight - 1),
             on_progress=self.on_progress,
         )
 

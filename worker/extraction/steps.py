@@ -28,16 +28,6 @@ class Prepared:
     tokens: RangeTokens
 
 
-@dataclass(slots=True, kw_only=True)
-class Started:
-    """A range on the device, with the engine that put it there; ``states`` once it is finished."""
-
-    run: OpenRun
-    engine: Engine
-    started: StartedRange
-    states: RangeStates | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class Computed:
     """A range ready for the store."""
@@ -47,3 +37,13 @@ class Computed:
     canary: CanaryRecord | None
     author: Author
     """Of the model that computed it, which may be gone when the range is stored."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Started:
+    """A range on the device, with the engine that put it there, until it is finished; ``computed`` from then on."""
+
+    run: OpenRun
+    engine: Engine | None
+    started: StartedRange
+    computed: Computed | None = None

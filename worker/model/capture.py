@@ -90,6 +90,9 @@ class Capture:
             target = self._target
             if target is None:
                 return
+            if slot not in target.missing:
+                msg = f"block {self._slots[slot]} ran twice in one pass (a looped model): its output is not one tensor"
+                raise ModelError(msg)
             hidden_NH = block_output(output).flatten(0, 1)
             if target.tokens_T is None:
                 target.out_TKH[:, slot].copy_(hidden_NH[: target.out_TKH.shape[0]])

@@ -37,21 +37,27 @@ class FlopCount:
 def count_flops(blocks: Sequence[nn.Module], config: Any) -> FlopCount:
     """Read the cost of the loaded blocks off their weights and config."""
     types = list(getattr(config, "layer_types", None) or ["full_attention"] * len(blocks))
+    types = types[: len(blocks)]
     window = getattr(config, "sliding_window", None)
     everywhere = window if getattr(config, "layer_types", None) is None else None
-    heads = int(config.num_attention_heads)
-    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    recurrent = sum(kind == "linear_attention" for kind in types)
     return FlopCount(
         per_token=sum(2 * _active_weights(block, config) for block in blocks)
-        + recurrent * _delta_rule(config),
-        per_pair=4.0 * heads * head_size,
+        + types.count("linear_attention") * _delta_rule(config),
+        per_pair=4.0 * _attention_width(config),
         windows=tuple(
             window if kind == "sliding_attention" else everywhere
             for kind in types
-            if kind != "linear_attention"
+            if "attention" in kind and kind != "linear_attention"
         ),
     )
+
+
+def _attention_width(config: Any) -> int:
+    """Numbers in all heads of one attention layer; 0 where there is none (Mamba)."""
+    # Where layers differ (Gemma 4), the config of all has no such sizes: the first layer's stand for them.
+    config = next(iter(getattr(config, "per_layer_config", None) or [config]))
+    heads = int(getattr(config, "num_attention_heads", None) or 0)
+    return heads * int(getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -60,14 +66,18 @@ def _pairs(length: int, window: int | None) -> int:
 
 
 def _active_weights(block: nn.Module, config: Any) -> float:
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    used = getattr(config, "num_experts_per_tok", None)
+    experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
+    used = _first(config, "num_experts_per_tok", "top_k_experts")
     share = used / experts if experts and used else 1.0
     return sum(
         parameter.numel() * (share if ".experts." in f".{name}" else 1.0)
         for name, parameter in block.named_parameters()
         if parameter.ndim > 1 and "bias" not in name
     )
+
+
+def _first(config: Any, *names: str) -> int:
+    return next((value for name in names if (value := getattr(config, name, None))), 0)
 
 
 def _delta_rule(config: Any) -> float:

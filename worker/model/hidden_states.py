@@ -52,6 +52,13 @@ def load_model(
     return HiddenStateModel(backbone, layers=layers, kernels=kernels)
 
 
+def _rope(config: Any, kind: str) -> list[dict[str, Any]]:
+    """The rotary parameters of a kind, which may differ by type of layer; empty where the model has none."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return [part for part in parts if part.get("rope_type") == kind]
+
+
 class HiddenStateModel:
     """A frozen model on one device. Not safe for use by several threads at once."""
 
@@ -96,12 +103,25 @@ class HiddenStateModel:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sample that learned position embeddings allow; None where positions are computed."""
-        limit = getattr(self.config, "max_position_embeddings", None)
+        """Longest sample that the positions allow: as many as were learned; None where they are computed.
+
+        Dynamic NTK computes them by the longest sample so far, once one is longer than the model is made for.
+        """
+        limit: int | None = getattr(self.config, "max_position_embeddings", None)
+        if _rope(self.config, "dynamic"):
+            return limit
         for module in self._module.children():
             if isinstance(module, nn.Embedding) and module is not self._embedding:
                 return module.num_embeddings if module.num_embeddings == limit else None
         return None
+
+    @property
+    def length_limits(self) -> tuple[int, ...]:
+        """Lengths that share no batch with longer ones: LongRoPE turns a whole batch by its longest sample."""
+        found = {
+            int(rope["original_max_position_embeddings"]) for rope in _rope(self.config, "longrope")
+        }
+        return tuple(sorted(found))
 
     @property
     def kernels(self) -> dict[str, str]:

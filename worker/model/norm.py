@@ -19,7 +19,10 @@ from swathe.store import Store
 NormKind = Literal["rms", "rms_1p", "layernorm"]
 """``rms``: x / rms(x) * w. ``rms_1p``: x / rms(x) * (1 + w). ``layernorm``: (x - mean) / std * w + b."""
 
-_ATTRIBUTES: Final = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "norm_f")
+_ATTRIBUTES: Final = (
+    "norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f", "embedding_norm",
+)  # fmt: skip
+"""``embedding_norm`` is LFM2's, and follows its last block for all that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,10 +58,10 @@ class KernelSet:
         fuse = on_gpu if fuse is None else fuse
         self._bind_delta_nets(blocks, fla=on_gpu, fuse=fuse)
         if fuse:
-            fusions = fuse_blocks(blocks, device, rebind=rebound_forward)
+            # What the final norm makes of the last block is not read, but NanoChat runs it before the first block too.
+            parts = (*blocks, final_norm_module(module))
+            fusions = fuse_blocks(parts, device, rebind=rebound_forward)
             self._fast.extend(fusions.bindings)
-            # What follows the last block is never read.
-            self._fast.append((final_norm_module(module), _unchanged))
             self.names |= fusions.names
 
     @contextmanager
@@ -121,10 +121,6 @@ class KernelSet:
                 self._fast.append((net, rebound_forward(net, fla_functions)))
             else:
                 self._fast.append((net, rebound_forward(net, torch_functions)))
-
-
-def _unchanged(hidden_BLH: torch.Tensor) -> torch.Tensor:
-    return hidden_BLH
 
 
 def _is_delta_net(module: nn.Module) -> bool:

@@ -174,8 +174,14 @@ def _rotation(forward: Any, device: torch.device) -> Callable[..., Any]:
     rotate = pointwise.for_device(pointwise.rotate_in_place, device)
 
     def in_place(
-        query_BNLD: torch.Tensor, key_BNLD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query_BNLD: torch.Tensor,
+        key_BNLD: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        **other_layout: Any,
+    ) -> Any:
+        if other_layout:
+            return stock(query_BNLD, key_BNLD, cos, sin, **other_layout)
         for heads_BNLD in (query_BNLD, key_BNLD):
             rotate(heads_BNLD.transpose(1, 2), cos, sin)
         return query_BNLD, key_BNLD
@@ -208,8 +214,11 @@ def _fuse_residual(block: Any, fusions: Fusions) -> None:
     linear = children == _DENSE_LAYER | {"linear_attn"}
     if not linear and children != _DENSE_LAYER | {"self_attn"}:
         return
-    out = block.linear_attn.out_proj if linear else getattr(block.self_attn, "o_proj", None)
+    mixer, name = (block.linear_attn, "out_proj") if linear else (block.self_attn, "o_proj")
+    out = getattr(mixer, name, None)
     if not is_swiglu(block.mlp) or not isinstance(out, nn.Linear) or out.bias is not None:
+        return
+    if not _adds_plainly(block, out.out_features):
         return
     residual = Residual()
 
@@ -240,6 +249,32 @@ def _fuse_residual(block: Any, fusions: Fusions) -> None:
     for projection in (out, block.mlp.down_proj):
         fusions.bind("residual", projection, _projection(residual, projection))
     fusions.bind("residual", block, forward)
+
+
+def _adds_plainly(block: Any, hidden_size: int) -> bool:
+    """Whether a block is ``y = x + mixer(norm(x)); y + mlp(norm(y))``, found by trying it with other children.
+
+    Many with the same children are not: Granite, MiniCPM3 and Doge scale what they add.
+    """
+    tried = copy.copy(block)
+    tried.__dict__ |= {
+        "input_layernorm": lambda x: 2 * x + 1,
+        "self_attn": lambda **options: (3 * options["hidden_states"] - 1, None),
+        "linear_attn": lambda hidden_states, **_: 3 * hidden_states - 1,
+        "post_attention_layernorm": lambda x: 5 * x - 2,
+        "mlp": lambda x: 0.5 * x + 3,
+    }
+    x = probe_values(1, 3, hidden_size)
+    try:
+        with torch.inference_mode():
+            found = inspect.unwrap(type(block).forward)(
+                tried, x.clone(), position_embeddings=None, attention_mask=None, position_ids=None
+            )
+    except Exception:  # noqa: BLE001 - whatever it needs beyond this, it is another block
+        return False
+    y = x + 3 * (2 * x + 1) - 1
+    wanted = y + 0.5 * (5 * y - 2) + 3
+    return isinstance(found, torch.Tensor) and torch.allclose(found, wanted, atol=1e-5)
 
 
 def _projection(residual: Residual, linear: nn.Linear) -> Forward:

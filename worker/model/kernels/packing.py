@@ -225,6 +225,7 @@ def _varlen_fits(query: torch.Tensor, value: torch.Tensor, kind: _Kind) -> bool:
         and head == value.shape[-1]
         and head <= _LARGEST_FLASH_HEAD
         and head % 8 == 0
+        and (kind.scaling in (None, head**-0.5) or "scale" in known)
         and (kind.window is None or "window_size" in known)
         and (kind.sinks_N is None or "return_aux" in known)
     )
