@@ -121,6 +121,7 @@ class Story:
         ):
             self._environment = environment_of(self._spec, self._folder, url)
             self._environment["SWATHE_LEASE_S"] = str(options.lease)
+            self._environment["SWATHE_HEARTBEAT_S"] = str(options.lease / 5)
             run_swathe(["submit", self._store.url], self._environment)
             for devices in _instances(options.gpus):
                 self._join(devices)
