@@ -5,6 +5,7 @@ but Redis' address and the folder of the runs. NODE_NAME is set from outside onl
 have one name.
 """
 
+import ipaddress
 import json
 import time
 
@@ -39,7 +40,11 @@ def first(engine, images, runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("first")
     data = folder / "datasets"
     # This host as containers of any network see it: the "address in the private network" of the first node.
-    gateway = engine.docker("network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Gateway}}").stdout.strip()  # fmt: skip
+    # An engine that runs for the first time does not name its gateway yet: it is the network's first address.
+    subnet = engine.docker(
+        "network", "inspect", "bridge", "-f", "{{(index .IPAM.Config 0).Subnet}}"
+    )
+    gateway = next(ipaddress.ip_network(subnet.stdout.strip(), strict=False).hosts())
     write_samples(data / "samples.jsonl", SAMPLES)
     node = Node(engine, folder / "swathe-first", "")
     example = (node.folder / ".env.example").read_text()
