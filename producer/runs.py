@@ -15,7 +15,7 @@ from swathe import log, names
 from swathe.errors import RunMismatchError, SwatheError
 from swathe.location import moved
 from swathe.manifest import read_manifest
-from swathe.queue.payload import allowed_run_url
+from swathe.queue import allowed_run_url
 from swathe.records import RunState, RunWatcher, open_run
 from swathe.settings import Settings
 from swathe.spec import RunId

@@ -18,7 +18,8 @@ def find_orphans(
 ) -> list[ObjectInfo]:
     """Shards older than the grace period that no record of ``state`` names.
 
-    A record that cannot be read may name any shard of its range: these stay. ``state`` must have been read after ``now_s`` was taken, so that a record made meanwhile is known.
+    A record that cannot be read may name any shard of its range: these stay. ``state`` must have been read after ``now_s``
+    was taken, so that a record made meanwhile is known.
     """
     named = {record.shard for record in state.records.values()}
     return [

@@ -24,6 +24,7 @@ from swathe.reader.float8 import rounding
 from swathe.reader.shards import SCALES
 from swathe.spec import Layer
 from worker.model.backbone import laid_out, load_text_config, text_key_mapping
+from worker.model.norm import final_norm_module
 
 LIMITS: Final = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest median relative error by dtype; a wrong layer, neighbour or norm is of order 1."""
@@ -126,7 +127,7 @@ def _load(checkpoint: Path, dtype: str, device: torch.device, *, trust: bool) ->
 def _forward(model: Any, ids_S: torch.Tensor, layers: Sequence[Layer]) -> torch.Tensor:
     """Expected states ``[S, K, H]`` in float32 of one sample."""
     before_norm: list[torch.Tensor] = []
-    handle = _final_norm(model).register_forward_pre_hook(
+    handle = final_norm_module(model).register_forward_pre_hook(
         lambda _module, args: before_norm.append(args[0])
     )
     try:
@@ -142,13 +143,3 @@ def _forward(model: Any, ids_S: torch.Tensor, layers: Sequence[Layer]) -> torch.
         for layer in layers
     ]
     return torch.stack([hidden_BSH[0].float() for hidden_BSH in picked], dim=1)
-
-
-def _final_norm(model: Any) -> torch.nn.Module:
-    for name in (
-        "norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "norm_f", "embedding_norm",
-    ):  # fmt: skip
-        if isinstance(module := getattr(model, name, None), torch.nn.Module):
-            return module
-    msg = f"{type(model).__name__} has no final norm by a known name"
-    raise IncompleteRunError(msg)

@@ -3,8 +3,8 @@
 The self-test asks once whether a device computes right; canaries ask during the run, on real samples, two questions.
 Did the forward pass compute the sample right: its median token may differ from the reference path by ``SLACK`` times what
 the self-test's median token did, or by as much as both paths were off float32 there: in a batch as small as the
-self-test's, both may have run the same kernel and differ by nothing. And is that what lies in the buffer: the host makes what is to be stored out of the same
-states once more, and every byte must agree. So a float8 run is judged as finely as any other; its rounding, which would
+self-test's, both may have run the same kernel and differ by nothing. And is that what lies in the buffer: the host makes
+what is to be stored out of the same states once more, and every byte must agree. So a float8 run is judged as finely as any other; its rounding, which would
 hide an error of a few hundredths, stands between the two questions and is not part of either. A device whose canary fails
 is not to be trusted since its last good one.
 """

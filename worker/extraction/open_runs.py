@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from swathe.errors import ConfigError, RefusedJobError, RunMismatchError
 from swathe.location import at_home
-from swathe.queue.payload import allowed_run_url
+from swathe.queue import allowed_run_url
 from swathe.records import open_run
 from swathe.settings import Settings
 from swathe.spec import RangeJob, RangeRecord, RunId, RunSpec

@@ -53,8 +53,9 @@ def cut_batches(
 ) -> list[Batch]:
     """Batches that hold every sample exactly once and compute at most ``max_batch_tokens`` each.
 
-    ``limits`` ascend; samples longer than one share no batch with those that are not. A sample longer than the budget gets a batch alone. Packed rows are filled up to a multiple of ``multiple``
-    tokens, so that kernels meet few different shapes; the filler may exceed the budget by less than that multiple.
+    A sample longer than the budget gets a batch alone. ``limits`` ascend; samples longer than one share no batch with those
+    that are not. Packed rows are filled up to a multiple of ``multiple`` tokens, so that kernels meet few different
+    shapes; the filler may exceed the budget by less than that multiple.
     """
     if max_batch_tokens < 1 or multiple < 1:
         msg = f"max_batch_tokens={max_batch_tokens} and multiple={multiple} must be at least 1"
