@@ -40,7 +40,9 @@ class Telemetry:
     """Counters of one worker process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A range that was dropped is noted by a finalizer, which the garbage collector runs on whichever thread it stops,
+        # also on one that is in here.
+        self._lock = threading.RLock()
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._gauges: dict[str, float] = {}
         self._buckets: dict[str, list[int]] = {}
